@@ -15,7 +15,7 @@ from workspace import say
 
 from nvpool.core.programs import Program, command
 from nvpool.core.units import MIB
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.testing.env.pool import RealPool
 
 CASES = {

@@ -26,16 +26,16 @@ import time
 
 import uvloop
 
-from nvpool.client.session import Client
+from nvpool.client.pool_client import Client
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.units import KIB, MIB
 from nvpool.poolmap.model import decode_map, encode_map
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.registry import listen
-from nvpool.sdk.aio import AsyncFileSystem
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.rpc.transport_registry import listen
+from nvpool.sdk.async_filesystem import AsyncFileSystem
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 ME = Caller(os.getuid(), os.getgid())
 FILE_BYTES = 64 * MIB

@@ -34,7 +34,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nvpool.core.units import KIB, MIB
-from nvpool.testing.env.command import nvpool
+from nvpool.testing.env.nvpool_command import nvpool
 from nvpool.testing.env.pool import RealPool
 
 VOLUMES = ("plain", "encrypted")

@@ -57,9 +57,9 @@ from nvpool.core.errors import NvpoolError
 from nvpool.host.pool_directory import SOCKET_PATH_BYTES_MAX, PoolDirectory
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
-from nvpool.testing.env.command_server import CommandServer
+from nvpool.testing.env.command_forkserver import CommandServer
+from nvpool.testing.env.multi_node_pool import NVPOOL, NodeMachine
 from nvpool.testing.env.namespaces import Machines
-from nvpool.testing.env.nodes import NVPOOL, NodeMachine
 from nvpool.testing.env.service_manager import ServiceManager
 from nvpool.testing.faults.node_faults import (
     CONDITIONS,
@@ -70,7 +70,7 @@ from nvpool.testing.faults.node_faults import (
     missing_copies,
     newest_map,
 )
-from nvpool.testing.loads.checking import CheckingLoad, Pauses
+from nvpool.testing.loads.data_verification import CheckingLoad, Pauses
 from nvpool.testing.loads.mounted_nodes import PoolInUse
 
 HERE = Path(__file__).resolve().parent

@@ -40,9 +40,9 @@ from workspace import can_keep_awake, not_final, processors_awake, say, warn_of_
 from nvpool.poolmap.shards.members import process_name
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
-from nvpool.testing.env.nodes import NodeMachine
+from nvpool.testing.env.multi_node_pool import NodeMachine
 from nvpool.testing.env.pool import end_process
-from nvpool.testing.loads.checking import Pauses
+from nvpool.testing.loads.data_verification import Pauses
 
 HERE = Path(__file__).resolve().parent
 KINDS = ("read", "write", "create")

@@ -45,7 +45,7 @@ from nvpool.rpc.api import Greeting
 from nvpool.rpc.handshake import encode_hello
 from nvpool.rpc.transports.frame import HELLO, REQUEST, pack_head
 from nvpool.rpc.v1.wire_pb2 import DATA_READ, META_STATFS
-from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.sdk.async_filesystem import AsyncFileSystem
 from nvpool.testing.env.pool import RealPool
 
 KINDS = ("requests", "connections", "slow", "unread", "busy")

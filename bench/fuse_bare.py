@@ -15,8 +15,8 @@ import stat
 import sys
 from pathlib import Path
 
-from nvpool.fuse.kernel.attach import attach
 from nvpool.fuse.kernel.connection import SPIN_LOOKS
+from nvpool.fuse.kernel.mount import attach
 from nvpool.fuse.mount_point import MountOptions
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import MINOR, PAGE, UNANSWERED, Init, Op

@@ -106,8 +106,8 @@ def create(directory: Path, seconds: float) -> dict:
 
 async def read_many(pool: str, path: bytes, seconds: float, transport: str | None) -> dict:
     """Random 4 KiB pieces of one file by read_many; a latency is that of a whole call of 64 pieces."""
-    from nvpool.client.session import Client
-    from nvpool.client.state.types import Caller
+    from nvpool.client.pool_client import Client
+    from nvpool.client.state.vfs_types import Caller
     from nvpool.poolmap.model import decode_map
 
     where = (
@@ -153,7 +153,7 @@ async def echo(scheme: str, seconds: float) -> dict:
 
     import transport_echo
 
-    from nvpool.rpc import registry
+    from nvpool.rpc import transport_registry
     from nvpool.rpc.api import Greeting
 
     with tempfile.TemporaryDirectory(prefix="nvpool-echo-") as directory:
@@ -161,7 +161,7 @@ async def echo(scheme: str, seconds: float) -> dict:
             f"{scheme}://{directory}/s" if scheme.endswith("+unix") else f"{scheme}://127.0.0.1:0"
         )
         try:
-            connection = await registry.transport(scheme).connect(
+            connection = await transport_registry.transport(scheme).connect(
                 endpoint, Greeting("bench"), deadline_s=transport_echo.deadline()
             )
             single = await transport_echo.latency(connection, min(1.0, seconds))

@@ -39,7 +39,7 @@ UNCOUNTED = {
     "rpc/multiplexer.py": {"_reply_stats", "_calls"},
     "fuse/kernel/connection.py": {"spent", "_begin_run", "_end_run", "_kept", "run", "now_s"},
     "fuse/dispatch.py": {"read_bytes", "written_bytes"},
-    "fuse/kernel/worker.py": {"_kept"},
+    "fuse/kernel/read_worker.py": {"_kept"},
     "client/data/short_circuit.py": {"past", "figures", "_note_reads", "read_bytes"},
     "store/chunks/read_batch.py": {"read_bytes"},
     "store/server/service.py": {"use"},

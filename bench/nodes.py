@@ -58,8 +58,8 @@ from workspace import (
 from nvpool.core.units import KIB, MIB
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
+from nvpool.testing.env.multi_node_pool import NodeMachine, Pool
 from nvpool.testing.env.namespaces import Machine, Machines
-from nvpool.testing.env.nodes import NodeMachine, Pool
 from nvpool.testing.env.pool import RealPool
 
 HERE = Path(__file__).resolve().parent

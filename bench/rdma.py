@@ -32,7 +32,7 @@ from nvpool.rpc.api import Greeting
 from nvpool.rpc.transports import ucx
 from nvpool.rpc.transports.rdma import RdmaSettings, RdmaUnixTransport
 from nvpool.rpc.transports.stream import UnixStreamTransport
-from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.sdk.async_filesystem import AsyncFileSystem
 
 MIB = 1 << 20
 REGION = 64 * MIB

@@ -34,7 +34,7 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.units import parse_bytes
 from nvpool.rpc.v1.data_pb2 import ReadRequest
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
-from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.sdk.async_filesystem import AsyncFileSystem
 
 MIB = 1 << 20
 PLANS = 64

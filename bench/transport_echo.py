@@ -21,7 +21,7 @@ import time
 import uvloop
 
 from nvpool.core.clock import SYSTEM_CLOCK
-from nvpool.rpc import registry
+from nvpool.rpc import transport_registry
 from nvpool.rpc.api import Greeting
 
 READ, WRITE, MANY = 1, 2, 64
@@ -49,7 +49,7 @@ async def serve(endpoint: str) -> None:
         await loop.run_in_executor(None, sys.stdin.read)
         server.close()
         return
-    listener = await registry.listen(endpoint, Greeting("echo"), answer)
+    listener = await transport_registry.listen(endpoint, Greeting("echo"), answer)
     print(listener.endpoint, flush=True)
     await loop.run_in_executor(None, sys.stdin.read)  # until our parent closes it
     await listener.close()
@@ -61,11 +61,11 @@ async def measure(scheme: str, directory: str, seconds: float) -> dict:
     )
     child = listener = None
     if scheme == "inproc":
-        listener = await registry.listen(endpoint, Greeting("echo"), answer)
+        listener = await transport_registry.listen(endpoint, Greeting("echo"), answer)
     else:
         child, endpoint = server_process(endpoint)
     try:
-        connection = await registry.transport(scheme).connect(
+        connection = await transport_registry.transport(scheme).connect(
             endpoint, Greeting("bench"), deadline_s=deadline()
         )
         await latency(connection, 0.2)

@@ -25,7 +25,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nvpool.core.units import GIB, KIB, MIB
-from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.sdk.async_filesystem import AsyncFileSystem
 from nvpool.testing.env.pool import RealPool
 
 VOLUMES_IN_PARALLEL, FILES_IN_PARALLEL = 8, 16

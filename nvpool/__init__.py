@@ -12,14 +12,14 @@ from nvpool.core.version import VERSION as __version__
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # type checkers of users see what `__getattr__` gives; they know this name, and `typing` is not loaded for it
-    from nvpool.sdk.aio import AsyncFileSystem, connect_async
+    from nvpool.sdk.async_filesystem import AsyncFileSystem, connect_async
     from nvpool.sdk.filesystem import FileSystem, connect
 
 _LAZY = {
     "connect": "nvpool.sdk.filesystem",
-    "connect_async": "nvpool.sdk.aio",
+    "connect_async": "nvpool.sdk.async_filesystem",
     "FileSystem": "nvpool.sdk.filesystem",
-    "AsyncFileSystem": "nvpool.sdk.aio",
+    "AsyncFileSystem": "nvpool.sdk.async_filesystem",
 }
 
 __all__ = ["AsyncFileSystem", "FileSystem", "__version__", "connect", "connect_async"]

@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from nvpool.core.compiled import IS_PURE, PURE_VARIABLE
+from nvpool.core.compiled_loader import IS_PURE, PURE_VARIABLE
 
 settings.register_profile("nvpool", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("nvpool")

@@ -30,7 +30,7 @@ from nvpool.cli.main import main as run_command
 from nvpool.cli.output import print_table, show_error
 from nvpool.cli.pool_path import find, session
 from nvpool.cli.progress import Look, shown
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.checksum import crc32c
 from nvpool.core.errors import DriveFailed, Refused
 from nvpool.core.units import MIB, format_bytes

@@ -13,7 +13,7 @@ from itertools import chain
 
 from nvpool.core.ids import ROOT_INODE
 from nvpool.meta.state import records
-from nvpool.poolmap.layout import Layout
+from nvpool.poolmap.file_layout import Layout
 
 from .tree import Records, Tree
 

@@ -29,7 +29,7 @@ from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.kv.lmdb_env import LmdbTree
 from nvpool.meta.state import records
 from nvpool.meta.state.shard_identity import take_identity
-from nvpool.poolmap.layout import Layout
+from nvpool.poolmap.file_layout import Layout
 
 from . import beside
 from .tree import BATCH_KEYS, Records, Tree

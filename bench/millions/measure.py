@@ -11,7 +11,7 @@ from itertools import count, islice
 from pathlib import Path
 
 from nvpool.kv.engine import LmdbKv, LmdbOptions
-from nvpool.poolmap.layout import Layout
+from nvpool.poolmap.file_layout import Layout
 
 from .build import pages
 from .loads import Client, at_random, engine_creates, engine_look_ups, until

@@ -20,12 +20,12 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import NvpoolError
 from nvpool.core.programs import Program, command
 from nvpool.host.pool_directory import Flock
-from nvpool.host.processes import host_id
+from nvpool.host.process_identity import host_id
 from nvpool.rpc.api import Call, Connection, Greeting, Listener
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
-from nvpool.runtime.service import listen_on
+from nvpool.runtime.daemon_lifecycle import listen_on
 from nvpool.testing.env.pool import RealPool
 
 CONFIGURATION = "[meta]\nsession_lease_s = 3600\ngrant_s = 3600\n"

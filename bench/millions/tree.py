@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from nvpool.core.ids import COUNTER_BITS, ROOT_INODE, inode_number, partition_of
 from nvpool.meta.state import records
-from nvpool.meta.state.ids import RESERVED
+from nvpool.meta.state.id_allocation import RESERVED
 from nvpool.meta.state.records import HASH_AT, NAME_AT
-from nvpool.poolmap.layout import Layout
+from nvpool.poolmap.file_layout import Layout
 from nvpool.poolmap.shards.partitions import HASH_BITS, name_hasher, partition_of_directory
 
 HOME = b"data"

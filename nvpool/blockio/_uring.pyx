@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""io_uring for reads, and a loop of preadv2 for cached data; only uring.py and reader.py use this module."""
+"""io_uring for reads, and a loop of preadv2 for cached data; only uring_reader.py and reader.py use this module."""
 
 from libc.errno cimport EAGAIN, EBUSY, EINTR, ENOMEM
 from libc.stdint cimport uint64_t, int64_t

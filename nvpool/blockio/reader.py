@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from nvpool.blockio.api import Outcome, WaitingReader
 from nvpool.blockio.uring_reader import UringReader
-from nvpool.core.compiled import load_compiled
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.core.errors import Cancelled, DriveFailed, from_os_error
 from nvpool.core.units import BLOCK_BYTES, KIB
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from nvpool.blockio.api import Outcome, WaitingReader
-from nvpool.core.compiled import load_compiled
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.core.errors import Cancelled, DriveFailed, NvpoolError, from_os_error
 
 _uring = load_compiled("nvpool.blockio._uring")

@@ -30,7 +30,7 @@ import msgspec
 from aiohttp import web
 
 from nvpool.bridge.metrics import BridgeMetrics
-from nvpool.bridge.options import SOCKET_BYTES_MAX, shown
+from nvpool.bridge.request_validation import SOCKET_BYTES_MAX, shown
 from nvpool.bridge.volumes import BridgeVolumes
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import (

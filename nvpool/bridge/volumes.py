@@ -2,10 +2,10 @@
 
 Two services call this module in one process and on one event loop: bridge/docker (Docker, Podman) and
 bridge/csi (Kubernetes). The module keeps three things consistent: the pool's record of attachments, the
-references of this host (bridge/usage_state), and the bind mounts that containers see (bridge/bind_mounts).
+references of this host (bridge/volume_references), and the bind mounts that containers see (bridge/bind_mounts).
 The order of the steps guarantees that a crash between two steps leaves one reference too many, never one too
 few; `settle` and `reconcile` remove the surplus. Containers see a volume through a bind mount of its own
-directory, so they can reach nothing outside it. Names, holders and paths are validated here (bridge/options)
+directory, so they can reach nothing outside it. Names, holders and paths are validated here (bridge/request_validation)
 and nowhere else. Errors are those of nvpool.
 
 The pool is mounted once on this host, by a process other than the bridge. So bind mounts survive the end of
@@ -25,9 +25,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from nvpool.bridge.bind_mounts import Binds
-from nvpool.bridge.container_mounts import volumes_in_containers
-from nvpool.bridge.options import Options, checked_holder, checked_name, checked_subpath, parse_options, shown
-from nvpool.bridge.usage_state import Publication, Reference, References
+from nvpool.bridge.container_mount_scan import volumes_in_containers
+from nvpool.bridge.request_validation import (
+    Options,
+    checked_holder,
+    checked_name,
+    checked_subpath,
+    parse_options,
+    shown,
+)
+from nvpool.bridge.volume_references import Publication, Reference, References
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import (
     AlreadyExists,
@@ -39,13 +46,13 @@ from nvpool.core.errors import (
     Refused,
     from_os_error,
 )
-from nvpool.core.names import VOLUMES, path_of
 from nvpool.core.units import format_bytes
+from nvpool.core.volume_names import VOLUMES, path_of
 from nvpool.host.mountinfo import look_at, mount_at
-from nvpool.host.processes import boot_id
+from nvpool.host.process_identity import boot_id
 
 if TYPE_CHECKING:
-    from nvpool.sdk.aio import AsyncFileSystem
+    from nvpool.sdk.async_filesystem import AsyncFileSystem
     from nvpool.sdk.volumes import Volume
 
 SUBPATH_ATTRIBUTE = "trusted.nvpool.subpath"

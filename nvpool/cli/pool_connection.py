@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nvpool.cli.known_pools import pool_behind, remedy_for
 from nvpool.cli.output import say
+from nvpool.cli.pool_suggestions import pool_behind, remedy_for
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import (
     AccessDenied,
@@ -137,10 +137,10 @@ async def ask(
     The request goes to `endpoints`, or to those of `pool` if there are none. With `repeat` it is retried
     until `wait_s` has passed. Unavailable, with the remedy: the supervisor did not reply within `wait_s`.
     """
-    from nvpool.host.processes import host_id
+    from nvpool.host.process_identity import host_id
     from nvpool.rpc.api import Greeting
     from nvpool.rpc.connection_pool import Dialer
-    from nvpool.rpc.messages.data_codec import decoded
+    from nvpool.rpc.messages.read_write_codec import decoded
 
     endpoints = endpoints or endpoints_of(pool)
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s

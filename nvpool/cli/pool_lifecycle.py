@@ -39,7 +39,7 @@ from nvpool.core.programs import Program, command
 from nvpool.host.log_files import open_log
 from nvpool.host.mountinfo import mounts_below
 from nvpool.host.pool_directory import Flock, PoolDirectory, holder_of, memory_file
-from nvpool.host.processes import ProcessIdentity, runs
+from nvpool.host.process_identity import ProcessIdentity, runs
 from nvpool.poolmap.model import PoolMap, decode_map
 from nvpool.poolmap.shards.members import members, node_and_path, process_name
 

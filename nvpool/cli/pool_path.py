@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from nvpool.cli.known_pools import pool_behind
 from nvpool.cli.output import remember_pool
 from nvpool.cli.pool_connection import REACH_S, ask
+from nvpool.cli.pool_suggestions import pool_behind
 
 if TYPE_CHECKING:
-    from nvpool.client.session import Client
+    from nvpool.client.pool_client import Client
     from nvpool.client.vfs.filesystem import Vfs
     from nvpool.rpc.v1.meta_pb2 import Attr
 
@@ -75,7 +75,7 @@ class PlaceType(click.ParamType):  # type: ignore[type-arg]  # generic only in n
 @asynccontextmanager
 async def session(pool: str, doing: str) -> AsyncIterator[Client]:
     """Open a client of the pool; `doing` names the client in the pool's logs. Errors as `Client.open`."""
-    from nvpool.client.session import Client
+    from nvpool.client.pool_client import Client
     from nvpool.rpc.v1 import pool_pb2, wire_pb2
 
     # Reports a wrong directory, or a pool that does not run, long before the deadline of `Client.open`.

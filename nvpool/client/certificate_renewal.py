@@ -23,7 +23,7 @@ from nvpool.core.member_names import MEMBER_S, RENEW_S
 from nvpool.host.pool_directory import PoolDirectory, write_whole
 from nvpool.poolmap.model import PoolMap
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
 from nvpool.security.tls import (
     CERTIFICATE_FILE,

@@ -20,8 +20,8 @@ from nvpool.core.clock import Clock
 from nvpool.core.errors import NvpoolError
 from nvpool.core.ids import ROOT_INODE, partition_of
 from nvpool.poolmap.model import PoolMap
-from nvpool.rpc.messages import data_codec
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages import read_write_codec
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class PathFinder:
             cursor, done = b"", False
             while left and not done:
                 request = meta_pb2.NamesRequest(
-                    inodes=data_codec.pack_inodes(sorted(left)),
+                    inodes=read_write_codec.pack_inodes(sorted(left)),
                     directory=directory,
                     elsewhere=elsewhere,
                     cursor=cursor,
@@ -132,7 +132,7 @@ class PathFinder:
                     deadline_s=self._clock.boottime_s() + STEP_S,
                 )
                 reply = decoded(meta_pb2.NamesReply, answer.message)
-                gone = data_codec.unpack_inodes(reply.gone)
+                gone = read_write_codec.unpack_inodes(reply.gone)
                 found.update(dict.fromkeys(gone, b""))
                 named.update((one.inode, one) for one in reply.names)
                 left.difference_update(named, gone)

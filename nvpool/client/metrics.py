@@ -1,4 +1,4 @@
-"""The Prometheus metrics of a mounted client. Called by mountd/server and mountd/worker at each scrape."""
+"""The Prometheus metrics of a mounted client. Called by mountd/server and mountd/read_worker at each scrape."""
 
 from __future__ import annotations
 

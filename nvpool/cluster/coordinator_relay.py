@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from nvpool.cluster.api import WATCH_S_MAX, CoordinatorLease, MapCoordinator
-from nvpool.cluster.watchers import MapWatchers
+from nvpool.cluster.coordinator_api import WATCH_S_MAX, CoordinatorLease, MapCoordinator
+from nvpool.cluster.map_watchers import MapWatchers
 from nvpool.core.errors import Unavailable
 from nvpool.poolmap.model import PoolMap
 

@@ -1,4 +1,4 @@
-/* C version of poolmap/layout.chunk_hash. */
+/* C version of poolmap/file_layout.chunk_hash. */
 
 #ifndef NVPOOL_BASE_CHUNK_HASH_H
 #define NVPOOL_BASE_CHUNK_HASH_H

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from crc32c import crc32c
 
-from nvpool.core.compiled import load_compiled
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.core.units import BLOCK_BYTES, Buffer
 
 _checksum = load_compiled("nvpool.core._checksum")

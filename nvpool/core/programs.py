@@ -42,7 +42,7 @@ class Program(Enum):
         "forks the processes that serve a mount",
     )
     MOUNT_WORKER = (
-        "nvpool.mountd.worker",
+        "nvpool.mountd.read_worker",
         "nvpool.mountd.worker",
         "reads beside the process that serves a mount",
     )

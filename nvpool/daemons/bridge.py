@@ -20,8 +20,8 @@ from pathlib import Path
 
 from nvpool.bridge.docker import FACE, DockerFace, check_path
 from nvpool.bridge.metrics import BridgeMetrics
-from nvpool.bridge.options import checked_holder
 from nvpool.bridge.pool_mount import PoolMount
+from nvpool.bridge.request_validation import checked_holder
 from nvpool.bridge.volumes import SETTLED_S, BridgeVolumes, our_errors
 from nvpool.client.state.options import configured
 from nvpool.core.clock import SYSTEM_CLOCK
@@ -42,7 +42,7 @@ from nvpool.metrics.http import serve_metrics
 from nvpool.runtime.daemon_process import Stop, exit_code, keep_alive, notify_ready, run
 from nvpool.runtime.logging_setup import start_log
 from nvpool.runtime.metrics import own_page
-from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.sdk.async_filesystem import AsyncFileSystem
 
 STATE = Path("/var/lib/nvpool-bridge")
 DOCKER_SOCKET = Path("/run/docker/plugins/nvpool.sock")

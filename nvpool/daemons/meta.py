@@ -1,7 +1,7 @@
 """Metadata daemon: one member of a shard. `python -m nvpool.daemons.meta DIR SHARD [MEMBER]`.
 
 Started by the supervisor and runs until it is stopped. The pool map decides whether it is primary or standby
-(meta/server/member). Exit codes as in runtime/daemon_process.
+(meta/server/shard_member). Exit codes as in runtime/daemon_process.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from nvpool.core.errors import NotFound
 from nvpool.core.programs import Program
 from nvpool.host.pool_directory import memory_file
 from nvpool.kv.options import LmdbOptions
-from nvpool.kv.replication.member import MemberKv
-from nvpool.meta.server.member import MemberOptions, ShardMember
+from nvpool.kv.replication.member_engine import MemberKv
 from nvpool.meta.server.service import MetaOptions, MetaService
+from nvpool.meta.server.shard_member import MemberOptions, ShardMember
 from nvpool.poolmap.shards.members import endpoints_of, node_and_path, process_name
-from nvpool.runtime.service import ServiceContext, main
+from nvpool.runtime.daemon_lifecycle import ServiceContext, main
 
 
 async def _open(member: int, opened: ServiceContext) -> ShardMember:

@@ -16,8 +16,8 @@ import sys
 
 from nvpool.core.config import load
 from nvpool.core.errors import Fenced, InvalidRequest, NotFound, NvpoolError, WrongFormat
-from nvpool.host.file_modes import group_number, protect
 from nvpool.host.pool_directory import Flock, PoolDirectory
+from nvpool.host.pool_directory_modes import group_number, protect
 
 log = logging.getLogger("nvpool.daemons.nvpoold")
 
@@ -87,7 +87,7 @@ def check_formats(directory: PoolDirectory) -> None:
 
     from nvpool.kv.data_dir import FORMAT
     from nvpool.poolmap.shards.members import endpoints_of, members, node_and_path
-    from nvpool.runtime.service import read_map
+    from nvpool.runtime.daemon_lifecycle import read_map
     from nvpool.store.chunks.api import FORMAT_TEXT
 
     try:
@@ -137,7 +137,7 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
     from nvpool.node.coordination.map_backend import MapKeeper
     from nvpool.node.supervisor import Supervisor
     from nvpool.rpc.api import Greeting
-    from nvpool.runtime.service import follow_members, is_wanted, limits_of, listen_on
+    from nvpool.runtime.daemon_lifecycle import follow_members, is_wanted, limits_of, listen_on
     from nvpool.security.tls import identity_in
 
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -17,11 +17,11 @@ from functools import partial
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.programs import Program
-from nvpool.daemons.heartbeat import Beating
-from nvpool.host.file_modes import group_number
+from nvpool.daemons.store_heartbeat import Beating
 from nvpool.host.pool_directory import write_whole
+from nvpool.host.pool_directory_modes import group_number
 from nvpool.rpc.fd_passing import path_beside
-from nvpool.runtime.service import ServiceContext, main, read_map
+from nvpool.runtime.daemon_lifecycle import ServiceContext, main, read_map
 from nvpool.store.chunks.api import LOCATION_LEASE_S, StoreOptions
 from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.location_leases import KeptTable

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
-from nvpool.client.state.types import NOW, Caller
+from nvpool.client.state.vfs_types import NOW, Caller
 from nvpool.core.clock import stopwatch_s
 from nvpool.fuse.metrics import Spent
 from nvpool.fuse.notify import ByProcess, ByThreads

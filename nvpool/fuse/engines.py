@@ -26,7 +26,7 @@ KERNEL_MIN = (5, 4)
 RESEND_MIN = (6, 9)
 """The first Linux that resends requests that a dead process left unanswered.
 
-On an older one fuse/kernel/replay_log does that.
+On an older one fuse/kernel/replay_engine does that.
 """
 
 
@@ -106,7 +106,7 @@ def make_engine(
     """
     if engine_of(wanted, writeback=options.writeback) == "kernel":
         if keep is not None:
-            from nvpool.fuse.kernel.replay_log import KeepingEngine
+            from nvpool.fuse.kernel.replay_engine import KeepingEngine
 
             return KeepingEngine(ops, mount_point, options, on_ready, on_burst, keep)
         from nvpool.fuse.kernel.connection import KernelEngine

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import pyfuse3
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, StatvfsData, readdir_reply
 
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import InUse, NvpoolError, Unavailable
 from nvpool.fuse.mount_point import Mount, MountOptions, mount_at, unmount
 from nvpool.fuse.ops.operations import ASK, FuseOps, errno_of

@@ -37,7 +37,7 @@ import msgspec
 from nvpool.core.errors import AccessDenied, InUse, InvalidRequest, NotFound, WrongFormat, from_os_error
 from nvpool.core.units import KIB
 from nvpool.host.mountinfo import mount_at, mounts
-from nvpool.host.processes import ProcessIdentity, boot_id, own_identity, runs
+from nvpool.host.process_identity import ProcessIdentity, boot_id, own_identity, runs
 
 FORMAT_TEXT = "nvpool pool 1\n"
 BEING_MADE_TEXT = "nvpool pool being made\n"
@@ -53,7 +53,7 @@ PRIVATE_MODE, MAP_MODE = 0o600, 0o640
 may read."""
 PASSED_THROUGH_MODE, RECORDS_MODE = 0o751, 0o750
 """Modes of the pool directory and run/, in which other users reach a socket by its name, and of the
-directories in them. See host/file_modes."""
+directories in them. See host/pool_directory_modes."""
 
 SUPERVISOR_SOCKET = "supervisor.sock"
 _SOCKET_NAME_BYTES_MAX = len("/target-99999.sock")

@@ -1,7 +1,7 @@
 """Key-value store interface: ordered keys with durable, atomic changes.
 
 Used by the metadata service, the chunk index of a store and the embedded coordinator. Implementations:
-`kv/engine` (journal, memtables, checkpoints into LMDB) and `kv/memory` (a fake for tests, which can lose
+`kv/engine` (journal, memtables, checkpoints into LMDB) and `kv/memory_engine` (a fake for tests, which can lose
 unsynced changes). Both pass `testing/contracts/kv`.
 
 All calls come from one thread, the one of the event loop. Only `sync`, `room` and `checkpoint` wait.
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Protocol
 
-from nvpool.core.compiled import load_compiled
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.core.errors import InvalidRequest, TooBig
 
 Effect = tuple[bytes, bytes | None]

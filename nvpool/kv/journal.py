@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nvpool.core.checksum import crc32c
-from nvpool.core.compiled import load_compiled
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.core.errors import Fenced, NvpoolError, from_os_error
 
 _journal_record = load_compiled("nvpool.kv._journal_record")

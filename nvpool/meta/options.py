@@ -24,7 +24,7 @@ class MetaOptions(NamedTuple):
     """Interval between two sweeps of all targets for chunks of deleted inodes."""
     sessions: int = 10_000
     sessions_per_peer: int = 2000
-    """Limit for a client that is not trusted (rpc/limits); all such clients together may have nine tenths of
+    """Limit for a client that is not trusted (rpc/peer_limits); all such clients together may have nine tenths of
     `sessions`."""
     locks_per_peer: int = 262_144
     open_files_per_peer: int = 2_000_000

@@ -13,7 +13,7 @@ from nvpool.core.clock import Clock
 from nvpool.core.errors import NvpoolError
 from nvpool.core.units import CHAINS_PER_TABLE
 from nvpool.meta.service_auth import ServiceRight
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.rpc.target_calls import TargetCalls, TargetDialer
 

@@ -31,9 +31,9 @@ from nvpool.mountd.holder import DESCRIPTORS_MAX
 from nvpool.mountd.holder_client import HolderClient
 from nvpool.mountd.process_fork import fork
 from nvpool.mountd.server import serve_held
-from nvpool.rpc import registry
+from nvpool.rpc import transport_registry
 
-LATER = ("nvpool.fuse.kernel.connection", "nvpool.fuse.kernel.replay_log", "nvpool.fuse.kernel.attach")
+LATER = ("nvpool.fuse.kernel.connection", "nvpool.fuse.kernel.replay_engine", "nvpool.fuse.kernel.mount")
 """Modules that are otherwise imported on first use. A mount that outlives its process needs them all."""
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -52,7 +52,7 @@ def main(words: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     for name in LATER:
         importlib.import_module(name)
-    registry.transports()
+    transport_registry.transports()
     with contextlib.suppress(NvpoolError):
         configured_pool(arguments)  # so that a copy that reads the same text need not parse it again
     gc.collect()

@@ -1,6 +1,6 @@
 """Fork a copy of the current process: it starts within milliseconds, with all imports done.
 
-Used by mountd/forkserver, and by mountd/worker_pool in the processes that the fork server forks. A copy shows
+Used by mountd/forkserver, and by mountd/read_worker_pool in the processes that the fork server forks. A copy shows
 the title of its program (`ps`, /proc/PID/cmdline), by which the CLI finds it.
 """
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import nvpool
 from nvpool.client.metrics import measure_client
-from nvpool.client.session import Client
+from nvpool.client.pool_client import Client
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.config import Config, parse_address
 from nvpool.core.endpoint import parse_endpoint
@@ -41,11 +41,11 @@ from nvpool.core.units import MIB
 from nvpool.fuse.engines import Engine, engine_of, is_held, make_engine
 from nvpool.fuse.mount_point import MountOptions, check_mount_point, set_read_ahead, unmount
 from nvpool.fuse.notify import ByProcess
+from nvpool.fuse.ops.mount_views import directory_at, parts_of, view_of
 from nvpool.fuse.ops.operations import FuseOptions
-from nvpool.fuse.ops.subtree import directory_at, parts_of, view_of
 from nvpool.host.mountinfo import Mount, mount_at, place_of
 from nvpool.host.pool_directory import PoolDirectory, announcement
-from nvpool.host.processes import host_id, identity_of
+from nvpool.host.process_identity import host_id, identity_of
 from nvpool.metrics import registry as metrics
 from nvpool.metrics.exposition import Page
 from nvpool.metrics.http import serve_metrics
@@ -59,7 +59,7 @@ from nvpool.mountd.arguments import (
     start_mount_log,
 )
 from nvpool.mountd.holder_client import HolderClient, hand_to_holder
-from nvpool.mountd.worker_pool import IdleWorker, Readers, fork_readers
+from nvpool.mountd.read_worker_pool import IdleWorker, Readers, fork_readers
 from nvpool.poolmap.model import PoolMap
 from nvpool.runtime.cpu_latency import Awake
 from nvpool.runtime.daemon_process import Stop, exit_code, notify_ready, run

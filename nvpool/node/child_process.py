@@ -21,7 +21,7 @@ from nvpool.core.clock import Clock
 from nvpool.core.config import SupervisorConfig as Timing
 from nvpool.core.errors import NvpoolError
 from nvpool.host.pool_directory import PoolDirectory, holder_of
-from nvpool.host.processes import ProcessIdentity, runs
+from nvpool.host.process_identity import ProcessIdentity, runs
 from nvpool.runtime.daemon_process import EXIT_IN_USE, spawn
 
 _LOG_BYTES = 64 << 10

@@ -21,7 +21,7 @@ from nvpool.poolmap.model import PoolMap
 from nvpool.poolmap.shards.members import endpoints_of, members, process_name, up_standbys
 from nvpool.poolmap.shards.placement import wanted
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1.pool_pb2 import MetricsReply, MetricsRequest
 from nvpool.rpc.v1.wire_pb2 import PROCESS_METRICS
 from nvpool.security.ca import Described

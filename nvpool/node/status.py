@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from msgspec import structs
 
 from nvpool.client.inode_paths import LOOK_S, KnownPaths, printable
-from nvpool.cluster.api import MapCoordinator
+from nvpool.cluster.coordinator_api import MapCoordinator
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import DeadlineExceeded, NvpoolError, with_pool
 from nvpool.core.version import VERSION
@@ -28,15 +28,15 @@ from nvpool.node.admin.shards import shards_status
 from nvpool.node.child_process import Child
 from nvpool.node.coordination.etcd_members import EtcdKeeper
 from nvpool.node.coordination.leadership import Leading
-from nvpool.node.health_watch import HealthWatch
-from nvpool.poolmap.certificate_checks import problems as expiring_problems
+from nvpool.node.health_history import HealthWatch
+from nvpool.poolmap.certificate_expiry import problems as expiring_problems
 from nvpool.poolmap.chains.transitions import remaining
 from nvpool.poolmap.health_checks import Health, HealthProblem, exit_code
 from nvpool.poolmap.model import Node, PoolMap, Shard, Target
 from nvpool.poolmap.shards.members import endpoints_of, members, node_and_path, process_name
 from nvpool.provision.tokens import address_of
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import data_pb2, meta_pb2, pool_pb2, wire_pb2
 
 _DEADLINE_S = 2.0

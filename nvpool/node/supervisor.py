@@ -21,7 +21,7 @@ from functools import partial
 import msgspec
 from google.protobuf.message import DecodeError
 
-from nvpool.cluster.api import WATCH_S_MAX, MapCoordinator
+from nvpool.cluster.coordinator_api import WATCH_S_MAX, MapCoordinator
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.config import Config
 from nvpool.core.errors import (
@@ -36,7 +36,7 @@ from nvpool.core.errors import (
 from nvpool.core.programs import Program, command
 from nvpool.core.version import VERSION
 from nvpool.host.pool_directory import PoolDirectory, holder_of
-from nvpool.host.processes import host_id
+from nvpool.host.process_identity import host_id
 from nvpool.metrics.exposition import Page
 from nvpool.metrics.http import serve_metrics
 from nvpool.node import metrics as node_metrics
@@ -63,12 +63,12 @@ from nvpool.poolmap.shards.members import endpoints_of, members, node_and_path, 
 from nvpool.rpc.access_control import Callers
 from nvpool.rpc.api import Call, Greeting
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.limits import identify
+from nvpool.rpc.peer_limits import identify
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
 from nvpool.runtime import metrics as runtime_metrics
 from nvpool.runtime.audit_events import actor_of, audit_log, audited, ourselves, settings_of
+from nvpool.runtime.daemon_lifecycle import follow_members, is_wanted, operators_of, read_grant_key
 from nvpool.runtime.daemon_process import Stop, keep_alive, notify_ready
-from nvpool.runtime.service import follow_members, is_wanted, operators_of, read_grant_key
 
 _STATUS_DEADLINE_S = 2.0
 _ANSWER_S = 0.3
@@ -76,7 +76,7 @@ _ANSWER_S = 0.3
 _ANSWERS_MAX = 4096
 """Most long polls and status requests in progress; further ones are refused."""
 _ANSWERS_PER_PEER = 512
-"""Most of them for one peer that is not trusted (rpc/limits).
+"""Most of them for one peer that is not trusted (rpc/peer_limits).
 
 Enough for one poll for each mount of a host, with space left for other peers."""
 _LOOK_S = 5.0

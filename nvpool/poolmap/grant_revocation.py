@@ -6,7 +6,7 @@ volume and member that were issued under an older map. Clients with a refused gr
 metadata service, which issues one only to clients that still have the right. An entry is removed when all
 older grants have expired. There are at most TAKEN_MAX entries; beyond that, one entry covers all volumes.
 
-Pure functions of a map, the time and a request. Used by node/coordination/shard_failover, cluster/manager and
+Pure functions of a map, the time and a request. Used by node/coordination/shard_failover, cluster/chain_manager and
 store/server/service.
 """
 

@@ -2,7 +2,7 @@
 
 Pure functions of the pool map and the status reports of nodes, shard members and stores. Every problem
 identifies the component it concerns, so that people, scripts and alerts refer to the same thing.
-node/health_watch collects the reports and calls this module. The texts are for operators. Figures come from
+node/health_history collects the reports and calls this module. The texts are for operators. Figures come from
 poolmap/chains/rebalance.
 """
 
@@ -19,7 +19,7 @@ from nvpool.core.units import format_seconds
 from nvpool.poolmap.chains.placement import usable
 from nvpool.poolmap.chains.transitions import named
 from nvpool.poolmap.model import PoolMap, Shard, Target
-from nvpool.poolmap.nodes.cut_off_targets import BROKEN
+from nvpool.poolmap.nodes.link_failures import BROKEN
 from nvpool.poolmap.shards.placement import beside, good_places, place_of, wanted
 
 FULL_SHARE = 0.95

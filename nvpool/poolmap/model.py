@@ -40,7 +40,7 @@ class PoolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A node. `host_id` shows whether its unix sockets can be reached from here (see host/processes.host_id).
+    """A node. `host_id` shows whether its unix sockets can be reached from here (see host/process_identity.host_id).
 
     Nodes with the same `rack` fail together; a node without one fails alone.
     """

@@ -32,7 +32,7 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
-from nvpool.cluster.embedded import EmbeddedCoordinator
+from nvpool.cluster.embedded_coordinator import EmbeddedCoordinator
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.config import NetworkConfig, parse
 from nvpool.core.endpoint import host_port_url, parse_endpoint
@@ -47,7 +47,6 @@ from nvpool.core.errors import (
 )
 from nvpool.core.member_names import new_member
 from nvpool.core.units import BLOCK_BYTES, MIB, format_bytes
-from nvpool.host.file_modes import group_number, protect
 from nvpool.host.mountinfo import mounts
 from nvpool.host.pool_directory import (
     BEING_MADE_TEXT,
@@ -59,10 +58,11 @@ from nvpool.host.pool_directory import (
     sync_directory,
     write_whole,
 )
-from nvpool.host.processes import host_id
+from nvpool.host.pool_directory_modes import group_number, protect
+from nvpool.host.process_identity import host_id
 from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.poolmap.chains.placement import build_table
-from nvpool.poolmap.layout import layout_of
+from nvpool.poolmap.file_layout import layout_of
 from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, PoolSettings, Shard, StandbyMember, Target
 from nvpool.poolmap.shards.members import SHARDS_MAX, STANDBYS_MAX, dealt, process_name
 from nvpool.provision.tokens import TOKEN_S, address_of, new_token, read_authority

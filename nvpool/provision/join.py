@@ -18,7 +18,6 @@ import msgspec
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.config import Config, parse
 from nvpool.core.errors import AccessDenied, AlreadyExists, InvalidRequest
-from nvpool.host.file_modes import group_number, protect
 from nvpool.host.pool_directory import (
     BEING_MADE_TEXT,
     FORMAT_TEXT,
@@ -28,13 +27,14 @@ from nvpool.host.pool_directory import (
     sync_directory,
     write_whole,
 )
-from nvpool.host.processes import host_id
+from nvpool.host.pool_directory_modes import group_number, protect
+from nvpool.host.process_identity import host_id
 from nvpool.poolmap.model import decode_map
 from nvpool.provision.external_etcd import External, check, external, keep
 from nvpool.provision.map_location import MapLocation, write_map_location
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
 from nvpool.security.ca import (
     MemberRequest,

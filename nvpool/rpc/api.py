@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from nvpool.rpc.peer_roles import Peer
 
 if TYPE_CHECKING:
-    from nvpool.rpc.limits import Limits
+    from nvpool.rpc.peer_limits import Limits
     from nvpool.security.tls import TlsIdentity
 
 Buffer = bytes | bytearray | memoryview

@@ -28,7 +28,7 @@ from nvpool.core.errors import (
     TooManyOpen,
     Unreachable,
 )
-from nvpool.rpc import registry
+from nvpool.rpc import transport_registry
 from nvpool.rpc.api import Buffer, Connection, Greeting, Reply, Transport
 
 ATTEMPT_S = 3.0
@@ -286,7 +286,7 @@ class Dialer:
             except InvalidRequest:
                 continue  # a newer version wrote it, or the map has an error: other endpoints may work
             transport = (
-                registry.upgrading(where.scheme)
+                transport_registry.upgrading(where.scheme)
                 if self._transports is None
                 else self._transports.get(where.scheme)
             )

@@ -29,7 +29,7 @@ from nvpool.core.errors import (
 )
 from nvpool.rpc.api import IN_FLIGHT_MAX, MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Buffer, Handler, Reply
 from nvpool.rpc.error_codec import decode_error, encode_error
-from nvpool.rpc.limits import LARGE_BYTES, Share
+from nvpool.rpc.peer_limits import LARGE_BYTES, Share
 from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.stats import RPC_STATS
 

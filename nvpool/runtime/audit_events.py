@@ -1,6 +1,6 @@
 """Audit events of a daemon: changes by operators and clients, and refusals.
 
-Used by node/supervisor and node/admin/join_server for changes of the pool, and by runtime/service for
+Used by node/supervisor and node/admin/join_server for changes of the pool, and by runtime/daemon_lifecycle for
 requests to a metadata service. Data access and ordinary changes of files are no events. Nothing here decides
 or delays a reply.
 """

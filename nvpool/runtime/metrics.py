@@ -2,7 +2,7 @@
 
 A process answers that request at the endpoints where it serves anyway.
 
-Used by runtime/service, node/supervisor and the processes of a mount.
+Used by runtime/daemon_lifecycle, node/supervisor and the processes of a mount.
 """
 
 from __future__ import annotations

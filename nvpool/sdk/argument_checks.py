@@ -2,7 +2,7 @@
 
 A wrong type raises TypeError and a value out of bounds ValueError, as in Python's os and io. The text names
 the argument, the expected value and the given one. Each check returns the value in the form that the client
-takes. The SDK's file systems and volumes use this module; `sdk/read_requests` checks the arguments of
+takes. The SDK's file systems and volumes use this module; `sdk/read_many_checks` checks the arguments of
 read_many.
 """
 
@@ -14,7 +14,7 @@ import os
 import stat
 from typing import Any
 
-from nvpool.client.state.types import NOW, XATTR_CREATE, XATTR_REPLACE
+from nvpool.client.state.vfs_types import NOW, XATTR_CREATE, XATTR_REPLACE
 from nvpool.core.errors import NameTooLong
 from nvpool.core.units import NAME_BYTES_MAX
 from nvpool.sdk.paths import Path, name_bytes, names_of

@@ -27,18 +27,18 @@ from nvpool.core.checksum import crc32c
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import CorruptRecord, InvalidRequest, NvpoolError, WrongFormat, from_os_error
 from nvpool.core.version import VERSION
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.poolmap.shards.partition_moves import ranges_of
 from nvpool.rpc.api import PAYLOAD_BYTES_MAX
 from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
-from nvpool.sdk.admin.calls import AdminCalls
+from nvpool.sdk.admin.daemon_calls import AdminCalls
 from nvpool.sdk.admin.snapshot_barrier import BarrierCursors, walk_at_all
 from nvpool.sdk.fsck.check import check_metadata
 from nvpool.sdk.fsck.report import Checkup, PoolProblem
 
 if TYPE_CHECKING:
-    from nvpool.client.session import Client
+    from nvpool.client.pool_client import Client
 
 MAGIC = b"nvpool dump 1\n"
 _FRAME = struct.Struct("<III")

@@ -1,7 +1,7 @@
 """The synchronous SDK: a pool as a file system of paths, usable from any thread.
 
 The client runs on an event loop in its own thread. Each call here submits work to that loop and waits. Some
-reads are an exception: the calling thread completes them by itself (client/read/threads). This gives the
+reads are an exception: the calling thread completes them by itself (client/read/caller_thread_reads). This gives the
 following rules:
 
 * threads: any number of threads may use one FileSystem at the same time. The position of a File is not
@@ -30,10 +30,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterat
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import KEEP_SIZE, PUNCH_HOLE, FileHandle, StatFs
+from nvpool.client.state.vfs_types import KEEP_SIZE, PUNCH_HOLE, FileHandle, StatFs
 from nvpool.core.units import KIB
 from nvpool.poolmap.model import PoolMap
-from nvpool.sdk.aio import AsyncFileSystem, Entry, HandedDown
 from nvpool.sdk.argument_checks import (
     bytes_of,
     check_opening,
@@ -44,10 +43,11 @@ from nvpool.sdk.argument_checks import (
     size_of,
     timeout,
 )
+from nvpool.sdk.async_filesystem import AsyncFileSystem, Entry, HandedDown
+from nvpool.sdk.connect_argument import Origin, origin_of
 from nvpool.sdk.loop_thread import Runtime
 from nvpool.sdk.paths import Path, as_os_error, stat_result, write_all
-from nvpool.sdk.pool_origin import Origin, origin_of
-from nvpool.sdk.read_requests import check_on_error, reads_of
+from nvpool.sdk.read_many_checks import check_on_error, reads_of
 from nvpool.sdk.volumes import Volumes
 
 if TYPE_CHECKING:

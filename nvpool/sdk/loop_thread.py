@@ -13,9 +13,9 @@ from collections.abc import Coroutine
 from concurrent.futures import CancelledError
 from typing import Any, Generic, TypeVar
 
-from nvpool.client.read.threads import ThreadReads
-from nvpool.sdk.aio import AsyncFileSystem, connected
-from nvpool.sdk.pool_origin import Origin
+from nvpool.client.read.caller_thread_reads import ThreadReads
+from nvpool.sdk.async_filesystem import AsyncFileSystem, connected
+from nvpool.sdk.connect_argument import Origin
 
 log = logging.getLogger(__name__)
 

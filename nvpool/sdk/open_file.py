@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NoReturn
 
-from nvpool.client.state.types import KEEP_SIZE, PUNCH_HOLE, Caller, FileHandle
+from nvpool.client.state.vfs_types import KEEP_SIZE, PUNCH_HOLE, Caller, FileHandle
 from nvpool.sdk.argument_checks import bytes_of, integer, size_of
 from nvpool.sdk.paths import Path, as_os_error, stat_result, write_all
 

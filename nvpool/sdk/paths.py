@@ -13,7 +13,7 @@ import stat
 from types import TracebackType
 from typing import NamedTuple
 
-from nvpool.client.state.types import FileHandle
+from nvpool.client.state.vfs_types import FileHandle
 from nvpool.client.vfs.filesystem import Vfs
 from nvpool.core.errors import (
     AlreadyExists,

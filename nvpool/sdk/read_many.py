@@ -16,12 +16,12 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from nvpool.client.state.types import Caller, FileHandle
+from nvpool.client.state.vfs_types import Caller, FileHandle
 from nvpool.client.vfs.filesystem import Vfs
 from nvpool.core.errors import InvalidRequest, IsADirectory, NotFound, NvpoolError, Unavailable
-from nvpool.sdk.bulk_paths import PathWalk, read_links, walk_together
+from nvpool.sdk.bulk_path_resolution import PathWalk, read_links, walk_together
 from nvpool.sdk.paths import Path, as_os_error, names_of, os_error
-from nvpool.sdk.read_requests import Read, name_of
+from nvpool.sdk.read_many_checks import Read, name_of
 
 KEPT_OPEN = 1024
 """Number of files kept open. Each one costs 2 KiB in this process and a number at the shard."""

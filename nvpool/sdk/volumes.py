@@ -18,19 +18,19 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from nvpool.client.inode_paths import PathFinder
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import AlreadyExists, InvalidRequest, NotADirectory, NotFound
 from nvpool.core.ids import ROOT_INODE
-from nvpool.core.names import VOLUMES, check_holder, check_volume_name, member_named, path_of
 from nvpool.core.units import GIB, KIB, MIB, TIB
-from nvpool.poolmap.layout import layout_of
+from nvpool.core.volume_names import VOLUMES, check_holder, check_volume_name, member_named, path_of
+from nvpool.poolmap.file_layout import layout_of
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.sdk.argument_checks import integer, text
 from nvpool.sdk.paths import as_detailed_os_error, locate, name_bytes, names_of
 
 if TYPE_CHECKING:
-    from nvpool.client.session import Client
+    from nvpool.client.pool_client import Client
 
 OPEN, LISTED = "open", "listed"
 READY, REMOVING = "ready", "removing"

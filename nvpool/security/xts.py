@@ -24,7 +24,7 @@ from typing import Protocol
 
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
-from nvpool.core.compiled import load_compiled
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.core.units import BLOCK_BYTES, Buffer
 
 _xts = load_compiled("nvpool.security._xts")

@@ -4,7 +4,7 @@ For kernels that do not resend requests left unanswered by a dead process (Linux
 process finds the requests here. The process reads a request into `buffer`, which is part of this memory, so a
 request is never only in private memory. Before the process reads the next request, it copies an unanswered
 one to a slot. A slot is valid while its mark, the number of the request, is not zero; the bytes are written
-before the mark. A valid slot does not prove that the request is unanswered: `fuse/kernel/replay_log` asks the
+before the mark. A valid slot does not prove that the request is unanswered: `fuse/kernel/replay_engine` asks the
 kernel.
 
 Most requests have at most one page. Longer ones use larger slots, of which there are fewer. The memory is

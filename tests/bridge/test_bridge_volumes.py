@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvpool.bridge import volumes as bridge_volumes
-from nvpool.bridge.container_mounts import volumes_in_containers
-from nvpool.bridge.options import checked_name, checked_subpath, parse_options
+from nvpool.bridge.container_mount_scan import volumes_in_containers
+from nvpool.bridge.request_validation import checked_name, checked_subpath, parse_options
 from nvpool.bridge.volumes import SETTLED_S, BridgeVolumes
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import (

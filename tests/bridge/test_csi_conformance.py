@@ -21,10 +21,10 @@ from nvpool.bridge.v1 import csi_pb2 as pb
 from nvpool.bridge.volumes import BridgeVolumes
 from nvpool.core.units import GIB, MIB
 from nvpool.host.mountinfo import mounts_below
-from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.sdk.async_filesystem import AsyncFileSystem
 from nvpool.testing.env.bridge import RealBridge
 from nvpool.testing.env.pool import RealPool
-from nvpool.testing.fakes.volumes import MemoryVolumes
+from nvpool.testing.fakes.bridge_volumes import MemoryVolumes
 from tests.bridge.csi_caller import POOL, Caller, block, places, plugin, size, use
 
 SIZE = 64 * MIB

@@ -33,7 +33,7 @@ from nvpool.host.mountinfo import mounts_below
 from nvpool.testing.env.bridge import RealBridge
 from nvpool.testing.env.etcd import free_ports
 from nvpool.testing.env.pool import RealPool
-from nvpool.testing.fakes.volumes import MemoryVolumes
+from nvpool.testing.fakes.bridge_volumes import MemoryVolumes
 from tests.bridge.csi_caller import POOL, block, caller_at, places, plugin, size, use
 
 WHY_NOT = (

@@ -17,7 +17,7 @@ from nvpool.bridge.csi.requests import TOPOLOGY_KEY, read_context, read_paramete
 from nvpool.cli.commands.bridge import bridge
 from nvpool.core.version import VERSION
 from nvpool.daemons.bridge import parse_words
-from nvpool.testing.fakes.volumes import MemoryVolumes
+from nvpool.testing.fakes.bridge_volumes import MemoryVolumes
 from tests.bridge.csi_caller import plugin
 
 pytestmark = pytest.mark.t1

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from nvpool.testing.env.multi_node_pool import NodeMachine, Pool
 from nvpool.testing.env.namespaces import Machines, missing
-from nvpool.testing.env.nodes import NodeMachine, Pool
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 WRITER = """

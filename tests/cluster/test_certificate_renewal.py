@@ -11,9 +11,9 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.security.ca import ends_s
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
-from nvpool.testing.env.etcd_pool import members, of_three, token_of, until
+from nvpool.testing.env.etcd_members import members, of_three, token_of, until
+from nvpool.testing.env.multi_node_pool import NodeMachine, Pool
 from nvpool.testing.env.namespaces import Machines
-from nvpool.testing.env.nodes import NodeMachine, Pool
 from nvpool.testing.env.pool import end_process
 
 pytestmark = [

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from nvpool.cluster.manager import LEASE_S
+from nvpool.cluster.chain_manager import LEASE_S
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.programs import Program, command
 from nvpool.core.units import MIB

@@ -15,8 +15,8 @@ import nvpool
 from nvpool.client.state.options import ClientOptions
 from nvpool.core.units import MIB
 from nvpool.testing.env.pool import RealPool, end_process
-from nvpool.testing.loads.checking import CheckingLoad, ClientLoad
 from nvpool.testing.loads.crash_history import content
+from nvpool.testing.loads.data_verification import CheckingLoad, ClientLoad
 
 CONFIG = """
 [supervisor]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.testing.env.command import NVPOOL, nvpool
-from nvpool.testing.loads.checking import CheckingLoad
+from nvpool.testing.env.nvpool_command import NVPOOL, nvpool
+from nvpool.testing.loads.data_verification import CheckingLoad
 
 pytestmark = [
     pytest.mark.mount,

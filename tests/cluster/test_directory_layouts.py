@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from nvpool.core.units import KIB, MIB
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.testing.env.pool import RealPool, end_process
 
 NVPOOL = os.path.join(os.path.dirname(sys.executable), "nvpool")

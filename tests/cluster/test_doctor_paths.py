@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nvpool.cli.doctor.check import BAD, OK, WARN
+from nvpool.cli.doctor.check_results import BAD, OK, WARN
 from nvpool.testing.env.namespaces import Machines, missing
 
 WHY_NOT = missing()

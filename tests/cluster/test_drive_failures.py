@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
-from nvpool.client.state.types import Caller
-from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.client.state.vfs_types import Caller
+from nvpool.sdk.async_filesystem import AsyncFileSystem
 from nvpool.testing.env.pool import RealPool, opened, problems_of
 from nvpool.testing.faults.power_loss import PowerLoss
 from nvpool.testing.faults.preload import ALLOCATE, FAIL, LIE, READ, SHORT, SYNC, WRITE, PreloadFaults

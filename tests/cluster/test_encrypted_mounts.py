@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nvpool.core.units import MIB
-from nvpool.testing.env.command import nvpool
+from nvpool.testing.env.nvpool_command import nvpool
 from nvpool.testing.env.pool import RealPool, end_process
 
 pytestmark = [

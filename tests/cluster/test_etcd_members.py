@@ -8,9 +8,9 @@ import pytest
 
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
-from nvpool.testing.env.etcd_pool import has_keys, members, of_three, status_problems, token_of, until
+from nvpool.testing.env.etcd_members import has_keys, members, of_three, status_problems, token_of, until
+from nvpool.testing.env.multi_node_pool import NodeMachine, Pool
 from nvpool.testing.env.namespaces import Machines
-from nvpool.testing.env.nodes import NodeMachine, Pool
 
 pytestmark = [
     pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),

@@ -13,9 +13,9 @@ from nvpool.core.programs import Program, command
 from nvpool.provision.map_location import read_map_location
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
-from nvpool.testing.env.etcd_pool import has_keys, token_of, until
+from nvpool.testing.env.etcd_members import has_keys, token_of, until
+from nvpool.testing.env.multi_node_pool import Pool
 from nvpool.testing.env.namespaces import Machines
-from nvpool.testing.env.nodes import Pool
 from nvpool.testing.env.pool import TCP, RealPool
 
 pytestmark = pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or "")

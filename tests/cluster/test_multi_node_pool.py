@@ -11,8 +11,8 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.programs import Program, command_line, program_of
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
+from nvpool.testing.env.multi_node_pool import MIB, NodeMachine, Pool
 from nvpool.testing.env.namespaces import Machines
-from nvpool.testing.env.nodes import MIB, NodeMachine, Pool
 from nvpool.testing.env.pool import end_process
 
 pytestmark = [

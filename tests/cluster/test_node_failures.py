@@ -15,7 +15,7 @@ from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
 from nvpool.testing.env.namespaces import Machines
 from nvpool.testing.env.pool import end_process
-from nvpool.testing.loads.checking import Pauses
+from nvpool.testing.loads.data_verification import Pauses
 from nvpool.testing.loads.mounted_nodes import PoolInUse, Under
 
 pytestmark = [

@@ -12,8 +12,8 @@ import pytest
 
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
+from nvpool.testing.env.multi_node_pool import CAPACITY, NVPOOL
 from nvpool.testing.env.namespaces import Machines
-from nvpool.testing.env.nodes import CAPACITY, NVPOOL
 from nvpool.testing.env.pool import end_process
 from nvpool.testing.loads.mounted_nodes import PoolInUse, Under, until
 

@@ -12,9 +12,9 @@ import sys
 
 import pytest
 
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.units import MIB
-from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.sdk.async_filesystem import AsyncFileSystem
 from nvpool.testing.env.pool import RealPool, opened, problems_of
 from nvpool.testing.faults.power_loss import PowerLoss
 from nvpool.testing.faults.preload import PreloadFaults

@@ -17,12 +17,12 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.errors import Bug, NvpoolError
 from nvpool.host.pool_directory import PoolDirectory
-from nvpool.host.processes import host_id
+from nvpool.host.process_identity import host_id
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.transports.frame import CANCEL, HELLO, REQUEST, pack_head
 from nvpool.rpc.v1 import data_pb2, meta_pb2, pool_pb2, wire_pb2
-from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.sdk.async_filesystem import AsyncFileSystem
 from nvpool.sdk.fsck.replicas import service_right
 from nvpool.testing.env.pool import RealPool, end_process
 from nvpool.testing.loads.crash_history import CrashHistory, now_ns, read_tree

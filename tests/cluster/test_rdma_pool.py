@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from nvpool.client.session import Client
+from nvpool.client.pool_client import Client
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.units import MIB
-from nvpool.host.processes import host_id
+from nvpool.host.process_identity import host_id
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.transports import ucx

@@ -15,10 +15,10 @@ import time
 import pytest
 
 from nvpool.core.units import MIB
-from nvpool.testing.env.command import NVPOOL, nvpool
+from nvpool.testing.env.nvpool_command import NVPOOL, nvpool
 from nvpool.testing.env.pool import PLAIN_TCP, RealPool, end_process
-from nvpool.testing.loads.checking import FillingLoad
 from nvpool.testing.loads.crash_history import content
+from nvpool.testing.loads.data_verification import FillingLoad
 
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0 or not os.path.exists("/dev/loop-control"), reason="needs root and loop devices"

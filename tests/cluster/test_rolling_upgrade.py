@@ -17,7 +17,7 @@ import pytest
 
 import nvpool
 from nvpool.core.programs import Program, command
-from nvpool.host.processes import identity_of
+from nvpool.host.process_identity import identity_of
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
 from nvpool.testing.env.namespaces import Machines

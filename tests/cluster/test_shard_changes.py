@@ -15,8 +15,8 @@ import pytest
 
 from nvpool.host.pool_directory import holder_of
 from nvpool.poolmap.shards.members import process_name
-from nvpool.testing.env.command import NVPOOL, CommandPool, nvpool
-from nvpool.testing.loads.checking import CheckingLoad, Pauses
+from nvpool.testing.env.nvpool_command import NVPOOL, CommandPool, nvpool
+from nvpool.testing.loads.data_verification import CheckingLoad, Pauses
 
 pytestmark = [
     pytest.mark.mount,

@@ -3,9 +3,9 @@
 import pytest
 
 from nvpool.testing.env import namespaces
-from nvpool.testing.env.etcd_pool import until
+from nvpool.testing.env.etcd_members import until
+from nvpool.testing.env.multi_node_pool import Pool
 from nvpool.testing.env.namespaces import Machines
-from nvpool.testing.env.nodes import Pool
 
 pytestmark = pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or "")
 

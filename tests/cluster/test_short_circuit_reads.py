@@ -9,9 +9,9 @@ import subprocess
 
 import pytest
 
-from nvpool.client.session import Client
+from nvpool.client.pool_client import Client
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.programs import Program, command
 from nvpool.core.units import MIB
 from nvpool.store.chunks.api import LOCATION_LEASE_S

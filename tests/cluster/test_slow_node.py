@@ -12,8 +12,8 @@ import pytest
 from nvpool.core.units import KIB, MIB
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
+from nvpool.testing.env.multi_node_pool import NodeMachine, Pool
 from nvpool.testing.env.namespaces import Machines
-from nvpool.testing.env.nodes import NodeMachine, Pool
 
 DELAY_S = 0.05
 """Delay in each direction."""

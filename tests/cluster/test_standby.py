@@ -21,9 +21,9 @@ import pytest
 from nvpool.host.pool_directory import holder_of
 from nvpool.poolmap.shards.members import node_and_path, process_name
 from nvpool.sdk.filesystem import FileSystem
-from nvpool.testing.env.command import CommandPool, nvpool
+from nvpool.testing.env.nvpool_command import CommandPool, nvpool
 from nvpool.testing.env.pool import end_process
-from nvpool.testing.loads.checking import CheckingLoad, ClientLoad, Pauses
+from nvpool.testing.loads.data_verification import CheckingLoad, ClientLoad, Pauses
 
 pytestmark = [
     pytest.mark.mount,

@@ -21,7 +21,7 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import Unavailable
 from nvpool.core.programs import Program, command, command_line, processes, program_of
 from nvpool.host.pool_directory import PoolDirectory, holder_of
-from nvpool.host.processes import identity_of
+from nvpool.host.process_identity import identity_of
 from nvpool.poolmap.model import decode_map
 from nvpool.testing.env.pool import PLAIN_TCP
 

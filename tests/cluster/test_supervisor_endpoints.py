@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.host.processes import identity_of
+from nvpool.host.process_identity import identity_of
 from nvpool.poolmap.shards.members import process_name
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces

@@ -15,11 +15,11 @@ import threading
 import pytest
 
 import nvpool
-from nvpool.client.session import Client
+from nvpool.client.pool_client import Client
 from nvpool.client.state.options import ClientOptions
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.units import KIB, MIB
-from nvpool.host.processes import host_name
+from nvpool.host.process_identity import host_name
 from nvpool.sdk.admin.io_stats import UseWatch
 from nvpool.testing.env.pool import RealPool
 

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from nvpool.cluster.embedded import KEPT_MAPS, EmbeddedCoordinator
+from nvpool.cluster.embedded_coordinator import KEPT_MAPS, EmbeddedCoordinator
 from nvpool.core.errors import CorruptRecord, InvalidRequest, NoSpace
 from nvpool.kv.engine import LmdbKv, LmdbOptions
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.poolmap.model import changed, decode_map, encode_map
 from nvpool.testing.contracts.coordinator import CHECKS, first_map
 

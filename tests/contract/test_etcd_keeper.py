@@ -16,7 +16,7 @@ from nvpool.node.coordination import etcd_members
 from nvpool.poolmap.model import EtcdMember, Revoked
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.registry import listen
+from nvpool.rpc.transport_registry import listen
 from nvpool.testing.contracts.coordinator import first_map
 from nvpool.testing.env import etcd as real_etcd
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from nvpool.kv.api import KEY_END
 from nvpool.kv.engine import LmdbKv, LmdbOptions
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.testing.contracts.kv import CHECKS, everything
 
 OPTIONS = LmdbOptions(journal_bytes=32 << 20, map_bytes=1 << 20, sync_interval_s=30, checkpoint_interval_s=30)

@@ -18,7 +18,7 @@ from nvpool.core.errors import (
     StaleIdentity,
     Unreachable,
 )
-from nvpool.rpc import registry
+from nvpool.rpc import transport_registry
 from nvpool.security.ca import Authority, request_certificate
 from nvpool.security.tls import PLAIN_TEXT, Shown, TlsIdentity, authority_known, leaves_host
 from nvpool.testing.contracts.transport import (
@@ -68,7 +68,7 @@ class Secured:
     """A transport that greets with certificates, for checks that do not use any."""
 
     def __init__(self, scheme: str) -> None:
-        self._transport = registry.transport(scheme)
+        self._transport = transport_registry.transport(scheme)
 
     async def connect(self, endpoint, greeting, *, deadline_s):
         return await self._transport.connect(
@@ -98,7 +98,7 @@ def test_transport_meets_the_contract_under_tls(scheme, check):
 
 
 async def _serve(scheme: str, server: TlsIdentity, handler=echo, admit_unauthenticated: bool = False):
-    return await registry.transport(scheme).listen(
+    return await transport_registry.transport(scheme).listen(
         f"{scheme}://127.0.0.1:0",
         SERVER._replace(identity=server, admit_unauthenticated=admit_unauthenticated),
         handler,
@@ -107,7 +107,7 @@ async def _serve(scheme: str, server: TlsIdentity, handler=echo, admit_unauthent
 
 async def _connect(scheme: str, listener, client: TlsIdentity | None):
     greeting = CLIENT._replace(identity=client)
-    return await registry.transport(scheme).connect(listener.endpoint, greeting, deadline_s=soon())
+    return await transport_registry.transport(scheme).connect(listener.endpoint, greeting, deadline_s=soon())
 
 
 async def _call(scheme: str, listener, client: TlsIdentity | None):
@@ -351,7 +351,7 @@ def test_old_versions_of_tls_are_refused(scheme, newest, tmp_path):
 def test_plain_text_leaves_the_host_only_if_configured(scheme):
     async def main():
         away = f"{scheme}://192.0.2.1:9"  # TEST-NET-1 (RFC 5737)
-        transport = registry.transport(scheme)
+        transport = transport_registry.transport(scheme)
         error = await refused(AccessDenied, transport.connect(away, CLIENT, deadline_s=soon()))
         assert "plain_text" in str(error)
         await refused(AccessDenied, transport.listen(f"{scheme}://0.0.0.0:0", SERVER, echo))

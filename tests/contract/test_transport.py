@@ -6,7 +6,7 @@ import itertools
 import pytest
 import uvloop
 
-from nvpool.rpc import registry
+from nvpool.rpc import transport_registry
 from nvpool.testing.contracts.transport import CHECKS, TransportSubject
 
 _number = itertools.count(1)
@@ -38,7 +38,7 @@ def test_transport_meets_the_contract(scheme, loop, check, tmp_path):
 
     async def run():
         async with asyncio.timeout(60):
-            await check(TransportSubject(registry.transport(scheme), endpoint))
+            await check(TransportSubject(transport_registry.transport(scheme), endpoint))
         if left := asyncio.all_tasks() - {asyncio.current_task()}:
             _, left = await asyncio.wait(left, timeout=ENDING_S)
         assert not left, f"left behind: {left}"

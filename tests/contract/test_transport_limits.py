@@ -13,8 +13,8 @@ import uvloop
 
 from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.errors import Busy, Unreachable
-from nvpool.rpc import registry
-from nvpool.rpc.limits import Bounds, Limits
+from nvpool.rpc import transport_registry
+from nvpool.rpc.peer_limits import Bounds, Limits
 from nvpool.testing.contracts.transport import CLIENT, SERVER, RecordingHandler, echo, refused, soon, until
 from tests.contract.test_tls_transport import CLIENT_ID, NODE, identity
 
@@ -41,13 +41,13 @@ def run(main):
 
 
 async def listening(scheme, path, limits, handler=echo, member=None):
-    return await registry.transport(scheme).listen(
+    return await transport_registry.transport(scheme).listen(
         endpoint_of(scheme, path), SERVER._replace(limits=limits, identity=member), handler
     )
 
 
 async def connect(scheme, listener, member=None):
-    return await registry.transport(scheme).connect(
+    return await transport_registry.transport(scheme).connect(
         listener.endpoint, CLIENT._replace(identity=member), deadline_s=soon()
     )
 
@@ -237,7 +237,7 @@ def test_refused_handshake_reports_the_reason(tmp_path):
 
 def test_unauthenticated_peers_share_a_limit_per_address(tmp_path):
     async def check():
-        listener = await registry.transport("stream").listen(
+        listener = await transport_registry.transport("stream").listen(
             "stream://127.0.0.1:0",
             SERVER._replace(limits=Limits(FEW), identity=NODE, admit_unauthenticated=True),
             echo,

@@ -16,7 +16,7 @@ from nvpool.fuse.ops.operations import FuseOps, FuseOptions
 from nvpool.fuse.protocol.constants import Op
 from nvpool.meta.server.service import MetaOptions
 from nvpool.rpc.v1.wire_pb2 import Method
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 from nvpool.testing.fakes.store import PlainStore
 
 BESIDE = {"META_WATCH", "META_OPEN_SESSION", "META_RENEW_SESSION", "META_RELEASE"}

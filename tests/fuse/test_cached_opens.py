@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from nvpool.client.session import Client
-from nvpool.client.state.attr_cache import OpenInode
-from nvpool.client.state.types import Ahead, FileHandle
+from nvpool.client.pool_client import Client
+from nvpool.client.state.metadata_cache import OpenInode
+from nvpool.client.state.vfs_types import Ahead, FileHandle
 from nvpool.core import grants
 from nvpool.fuse.fast_path import cached_replies
 from nvpool.fuse.protocol import replies, requests

@@ -12,14 +12,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from nvpool.client.state.attr_cache import OpenInode, WholeDirectory
 from nvpool.client.state.dirty_file import WrittenFile
 from nvpool.client.state.leases import NEVER_S, InodeLease, ShardWatch
+from nvpool.client.state.metadata_cache import OpenInode, WholeDirectory
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core import errors
+from nvpool.fuse.ops.mount_views import SubtreeOps
 from nvpool.fuse.ops.operations import ASK, FuseOptions
-from nvpool.fuse.ops.subtree import SubtreeOps
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Op, Opening, Valid
 from nvpool.fuse.protocol.requests import FORMS, FuseRequest

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from nvpool.client.session import Client
-from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.pool_client import Client
+from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.core import errors, grants
 from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
@@ -21,7 +21,7 @@ from nvpool.fuse.protocol.constants import Op, Opening
 from nvpool.fuse.protocol.requests import FORMS, FuseRequest
 from nvpool.rpc.messages.direntries import attr_of
 from nvpool.rpc.stats import RPC_STATS
-from nvpool.rpc.transports import fast_replies
+from nvpool.rpc.transports import frame_fast_path
 from nvpool.rpc.v1.meta_pb2 import Attr, CreateReply, CreateRequest
 from nvpool.rpc.v1.wire_pb2 import META_CREATE
 from nvpool.shm.mount_state import HANDLES_MAX, KeptMemory
@@ -1018,7 +1018,7 @@ async def test_mount_stops_after_a_bug_in_a_last_reply(kernel):
     kernel.engine._stopped = True
     kernel.vfs._made_in = lambda *_: 1 // 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fast_replies, "_frame", None)
+        patch.setattr(frame_fast_path, "_frame", None)
         kernel.proxy.service.handle(call)
         assert (await kernel.receive())[:2] == (unique, 0)
     async with asyncio.timeout(60):

@@ -15,7 +15,7 @@ from nvpool.core import errors
 from nvpool.core.units import KIB
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import Op
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
 from tests.fuse.read_kernel import WAYS, ChunkedTransport, path_decorators, replace_transports, until

@@ -18,11 +18,11 @@ from nvpool.fuse.fast_path import small_writes
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import RESENT, WRITE_KILL_SUIDGID, Op, Valid
 from nvpool.rpc.error_codec import encode_error
-from nvpool.rpc.messages.data_codec import encode_write_reply
+from nvpool.rpc.messages.read_write_codec import encode_write_reply
 from nvpool.rpc.transports.frame import EMPTY
 from nvpool.rpc.v1.wire_pb2 import META_REPORT
 from nvpool.shm.mount_state import KeptMemory
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 from tests.fuse.test_kernel_engine import Kernel, sleeping_process
 
 OPTIONS = ClientOptions(deadline_s=20.0, retry_first_s=0.001, short_circuit=False)

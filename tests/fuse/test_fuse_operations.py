@@ -7,16 +7,16 @@ import stat
 
 import pytest
 
-from nvpool.client.session import Client
+from nvpool.client.pool_client import Client
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core import errors
 from nvpool.core.clock import ManualClock
 from nvpool.core.units import MIB
 from nvpool.fuse.ops.listing import AHEAD_MAX, LIST_BATCH, SEEK_BATCH
 from nvpool.fuse.ops.operations import BY_INODE, FuseOps, FuseOptions, errno_of
 from nvpool.shm.mount_state import KeptMemory
-from nvpool.testing.fakes.local_pool import run
+from nvpool.testing.fakes.in_process_pool import run
 from nvpool.testing.fakes.vfs import MemoryVfs
 
 ME = Caller(0, 0)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nvpool.client.rpc.exactly_once import asking
+from nvpool.client.rpc.slot_journal import asking
 from nvpool.core import errors
 from nvpool.fuse.engines import kernel_version, make_engine
 from nvpool.fuse.kernel import connection as kernel_connection

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from nvpool.core.errors import InvalidRequest
-from nvpool.fuse.kernel.attach import attach
 from nvpool.fuse.kernel.connection import DYING_LOOK_S, KernelEngine
+from nvpool.fuse.kernel.mount import attach
 from nvpool.fuse.mount_point import MountOptions, mount_at
 from nvpool.fuse.ops.operations import FuseOps, FuseOptions
 from nvpool.testing.fakes.vfs import MemoryVfs

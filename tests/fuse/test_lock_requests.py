@@ -7,10 +7,10 @@ import os
 
 import pytest
 
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import InvalidRequest
-from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, RECORD
+from nvpool.core.posix.byte_range_locks import EXCLUSIVE, LAST_BYTE, RECORD
 from nvpool.fuse.kernel.connection import IN_WORK_MAX
 from nvpool.fuse.ops import locks as lock_operations
 from nvpool.fuse.ops.operations import FuseOps, FuseOptions

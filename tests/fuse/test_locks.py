@@ -18,7 +18,7 @@ import pytest
 
 from nvpool.fuse.engines import KERNEL_MIN, kernel_version
 from nvpool.host.pool_directory import PoolDirectory
-from nvpool.host.processes import identity_of
+from nvpool.host.process_identity import identity_of
 from nvpool.poolmap.shards.members import process_name
 from tests.fuse.conftest import FLOOR, Mounted, needs, nvpool, wait_until
 

@@ -16,7 +16,7 @@ import pytest
 
 from nvpool.core.programs import Program, command
 from nvpool.host.mountinfo import look_at, mount_at
-from nvpool.testing.loads.checking import CheckingLoad
+from nvpool.testing.loads.data_verification import CheckingLoad
 from tests.fuse.conftest import FLOOR, Pool, is_mounted, nvpool, wait_until
 from tests.fuse.kill_loads import kill_serving
 

@@ -10,7 +10,7 @@ import pytest
 
 from nvpool.fuse.dispatch import FIRST
 from nvpool.fuse.kernel.connection import KernelEngine
-from nvpool.fuse.kernel.replay_log import KeepingEngine
+from nvpool.fuse.kernel.replay_engine import KeepingEngine
 from nvpool.fuse.mount_point import MountOptions
 from nvpool.fuse.ops.operations import FuseOps
 from nvpool.fuse.protocol import replies, requests
@@ -167,7 +167,7 @@ def test_kernel_is_queried_whether_it_still_waits(memory, monkeypatch, code, awa
         if code:
             raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("nvpool.fuse.kernel.replay_log.os", SimpleNamespace(write=write))
+    monkeypatch.setattr("nvpool.fuse.kernel.replay_engine.os", SimpleNamespace(write=write))
     assert engine._is_awaited(100) is awaited
     assert said == [struct.pack("=IiQ", 16, -errno.EAGAIN, 101)] and replies.HEADER_BYTES == 16
 

@@ -18,7 +18,7 @@ from tests.fuse.read_kernel import CONTENT, replace_transports
 from tests.fuse.test_fast_remote_reads import Far
 from tests.fuse.test_fast_small_reads import Small
 from tests.unit.client.data.test_short_circuit import BLOCK, run_whole, some
-from tests.unit.rpc.transports.test_fast_replies import receive
+from tests.unit.rpc.transports.test_frame_fast_path import receive
 
 pytestmark = pytest.mark.compiled
 

@@ -182,7 +182,7 @@ def main(way, tree, pool=""):
     import nvpool
 
     # Later imports may lie where `nobody` may not read.
-    import nvpool.client.session
+    import nvpool.client.pool_client
     import nvpool.rpc.transports.stream
 
     os.umask(0o022)  # the SDK ignores it: this is its default

@@ -93,7 +93,7 @@ def test_cli_does_not_import_daemon_libraries():
 def test_supervisor_starts_without_the_client():
     program = (
         "import sys, nvpool.node.coordination.map_backend, nvpool.node.supervisor; "
-        "print([m for m in sys.modules if m.startswith(('nvpool.client.vfs', 'nvpool.client.session', 'nvpool.sdk'))])"
+        "print([m for m in sys.modules if m.startswith(('nvpool.client.vfs', 'nvpool.client.pool_client', 'nvpool.sdk'))])"
     )
     out = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60

@@ -9,7 +9,7 @@ import pytest
 
 from nvpool.client.data import commit
 from nvpool.client.vfs import striped_dirs as lookup_striped_dirs
-from nvpool.cluster import embedded
+from nvpool.cluster import embedded_coordinator
 from nvpool.core.checksum import crc32c
 from nvpool.core.errors import StaleEpoch
 from nvpool.kv.replication import primary as kv_primary
@@ -27,14 +27,14 @@ from nvpool.rpc.v1 import meta_pb2
 from nvpool.store.chunks import memory_store
 from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.maintenance import orphan_chunks
-from nvpool.store.replication import chain, resync
+from nvpool.store.replication import chain_writes, resync
 from nvpool.store.server import service, serving_lease
-from nvpool.testing.sim import members
 from nvpool.testing.sim import pool as sim_pool
+from nvpool.testing.sim import shard_members
 from nvpool.testing.sim.faults import KINDS
 from nvpool.testing.sim.scenario import simulate
 from nvpool.testing.sim.workloads import file_data, listing
-from nvpool.testing.sim.workloads import names as name_workload
+from nvpool.testing.sim.workloads import namespace as name_workload
 
 pytestmark = pytest.mark.t3
 
@@ -66,7 +66,7 @@ def test_store_that_loses_flushed_chunks_is_found(monkeypatch):
 
 
 def test_shard_that_loses_acknowledged_changes_is_found(monkeypatch):
-    async def bury(member, before=members.bury):
+    async def bury(member, before=shard_members.bury):
         await before(member)
         member._options.engine.floor._drive.lose_power(random.Random(1))
 
@@ -115,9 +115,9 @@ def test_request_slot_that_is_not_stored_is_found(monkeypatch):
 def test_store_that_ignores_epochs_is_found(monkeypatch):
     monkeypatch.setattr(service.StoreService, "_check_epoch", lambda self, epoch, chunks: None)
     monkeypatch.setattr(
-        chain,
+        chain_writes,
         "judge",
-        lambda place, held, offer, before=chain.judge: before(
+        lambda place, held, offer, before=chain_writes.judge: before(
             place, held, offer._replace(epoch=place.epoch) if place is not None else offer
         ),
     )
@@ -144,14 +144,14 @@ def test_resync_that_skips_a_chunk_is_found(monkeypatch):
 
 
 def test_map_that_overwrites_another_change_is_found(monkeypatch):
-    async def replaced(self, new, leader=None, before=embedded.EmbeddedCoordinator.replace):
+    async def replaced(self, new, leader=None, before=embedded_coordinator.EmbeddedCoordinator.replace):
         while True:
             try:
                 return await before(self, msgspec.structs.replace(new, epoch=self.pool_map.epoch + 1), leader)
             except StaleEpoch:
                 pass  # retries the same map with the next epoch
 
-    monkeypatch.setattr(embedded.EmbeddedCoordinator, "replace", replaced)
+    monkeypatch.setattr(embedded_coordinator.EmbeddedCoordinator, "replace", replaced)
     assert found(range(1, 41), standbys=2, replicas=2, etcd=False, kinds={"kill_node": 1})
 
 
@@ -174,7 +174,7 @@ def test_restart_counted_as_data_loss_is_found(monkeypatch):
 
 
 def test_engine_that_replies_before_sync_is_found(monkeypatch):
-    monkeypatch.setattr(members._Journal, "sync_file", lambda self, descriptor: None)
+    monkeypatch.setattr(shard_members._Journal, "sync_file", lambda self, descriptor: None)
     assert found(range(1, 41), standbys=0, kinds={"power": 1}, only=(name_workload.Naming,))
 
 
@@ -244,7 +244,7 @@ def test_version_floor_that_mixes_epochs_is_found(monkeypatch):
     """The collector also takes such a chunk for a chunk of a newer map, as builds up to 0.1.0 did."""
     monkeypatch.setattr(memory_store, "raised", max)
     monkeypatch.setattr(chain_protocol, "is_above", int.__gt__)
-    for module in (memory_store, chain):
+    for module in (memory_store, chain_writes):
         monkeypatch.setattr(
             module,
             "next_version",

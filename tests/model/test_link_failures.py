@@ -8,12 +8,12 @@ import os
 import pytest
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB
-from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.pool import SimPool
 from nvpool.testing.sim.scenario import _few_chains
+from nvpool.testing.sim.virtual_time_loop import VirtualLoop
 
 ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=30.0, transport="inproc", short_circuit=False, fresh_s=0.0, attr_s=0.0)

@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from nvpool.core import errors
 from nvpool.core.clock import ManualClock
 from nvpool.core.ids import ROOT_INODE as ROOT
-from nvpool.core.posix.byte_ranges import EXCLUSIVE, RECORD, SHARED, UNLOCKED
-from nvpool.kv.memory import MemoryKv
+from nvpool.core.posix.byte_range_locks import EXCLUSIVE, RECORD, SHARED, UNLOCKED
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.server.service import MetaOptions, MetaService
-from nvpool.meta.sessions.lock_waiters import HOLD_BEYOND_GRANTS_S
+from nvpool.meta.sessions.lock_service import HOLD_BEYOND_GRANTS_S
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
 

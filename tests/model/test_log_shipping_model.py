@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from nvpool.core.errors import Busy, Fenced, Unavailable
 from nvpool.testing.contracts.kv import everything
-from nvpool.testing.fakes.shard_members import Members
+from nvpool.testing.fakes.shard_replication import Members
 
 COUNT = 3
 NUMBERS = st.integers(0, COUNT - 1)

@@ -20,7 +20,7 @@ from nvpool.core import errors
 from nvpool.core.clock import ManualClock
 from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.kv.engine import LmdbKv, LmdbOptions
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map

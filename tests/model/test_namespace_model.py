@@ -18,15 +18,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nvpool.client.state.attr_cache import WIDE_FLAG
+from nvpool.client.state.metadata_cache import WIDE_FLAG
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import RENAME_NOREPLACE, Caller
+from nvpool.client.state.vfs_types import RENAME_NOREPLACE, Caller
 from nvpool.core.errors import DirectoryNotEmpty, IsADirectory, NotADirectory, NvpoolError
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB, MIB
-from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.sdk.async_filesystem import AsyncFileSystem
 from nvpool.sdk.fsck.check import Checkup, check_metadata
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(os.getuid(), os.getgid())

@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
+from nvpool.client.state.vfs_types import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
 from nvpool.core import errors
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB
 from nvpool.testing.env.pool import problems_of
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 ME = Caller(0, 0)
 BLOCK = 4096

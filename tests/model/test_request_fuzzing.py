@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.core.compiled import IS_PURE, PURE_VARIABLE
+from nvpool.core.compiled_loader import IS_PURE, PURE_VARIABLE
 from nvpool.meta.server import dispatch_table as meta_dispatch
 from nvpool.meta.server import local_user_permissions
 from nvpool.meta.server.service import MetaService

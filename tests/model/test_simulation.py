@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from nvpool.core.compiled import IS_PURE, PURE_VARIABLE
-from nvpool.testing.sim.loop import Stuck, VirtualLoop
+from nvpool.core.compiled_loader import IS_PURE, PURE_VARIABLE
 from nvpool.testing.sim.scenario import simulate
+from nvpool.testing.sim.virtual_time_loop import Stuck, VirtualLoop
 from nvpool.testing.sim.workloads.file_data import Blocks, Sizes
 from nvpool.testing.sim.workloads.quotas import Quotas
 

@@ -15,7 +15,7 @@ from grpc import StatusCode
 from nvpool.bridge.csi import requests as csi_requests
 from nvpool.bridge.csi.errors import CsiRefusal, invalid, precondition
 from nvpool.bridge.csi.requests import VOLUME_BYTES_MAX, SizeRange
-from nvpool.bridge.options import Options, checked_name
+from nvpool.bridge.request_validation import Options, checked_name
 from nvpool.bridge.v1 import csi_pb2 as pb
 from nvpool.core.errors import AlreadyExists, InUse, Refused, StaleCursor
 from nvpool.core.units import format_bytes

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from grpc import StatusCode
 
 from nvpool.bridge.csi.errors import CsiRefusal, invalid
-from nvpool.bridge.options import Options, parse_options, shown
+from nvpool.bridge.request_validation import Options, parse_options, shown
 from nvpool.bridge.v1 import csi_pb2 as pb
 from nvpool.core.units import format_bytes
 

@@ -29,7 +29,7 @@ from nvpool.bridge.csi.errors import CsiRefusal, invalid, log, status_of
 from nvpool.bridge.csi.identity import CsiIdentity
 from nvpool.bridge.csi.node import CsiNode
 from nvpool.bridge.metrics import BridgeMetrics
-from nvpool.bridge.options import SOCKET_BYTES_MAX, shown
+from nvpool.bridge.request_validation import SOCKET_BYTES_MAX, shown
 from nvpool.bridge.v1 import csi_pb2
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import BadConfiguration, InUse, from_os_error

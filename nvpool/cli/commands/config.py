@@ -30,8 +30,8 @@ def _file(path: str) -> Path:
 
     BadConfiguration: `path` does not exist. NotFound: the directory is no pool directory.
     """
-    from nvpool.cli.known_pools import pool_behind, remedy_for
     from nvpool.cli.pool_connection import checked
+    from nvpool.cli.pool_suggestions import pool_behind, remedy_for
 
     if not os.path.lexists(path):
         raise BadConfiguration(

@@ -15,7 +15,7 @@ from nvpool.core.units import CHUNK_BYTES_DEFAULT, GIB, MIB, format_bytes
 from nvpool.host.pool_directory import PoolDirectory, being_made
 
 if TYPE_CHECKING:
-    from nvpool.cli.dev_rollback import Undoing
+    from nvpool.cli.dev_up_rollback import Undoing
 
 
 @click.group(
@@ -45,7 +45,7 @@ async def _give_to_us(pool: str) -> None:
     Otherwise the directory belongs to root, and another user could create nothing in his own pool.
     """
     from nvpool.cli.pool_path import session
-    from nvpool.client.state.types import Caller
+    from nvpool.client.state.vfs_types import Caller
     from nvpool.core.ids import ROOT_INODE
 
     async with session(pool, "dev up") as client:
@@ -128,7 +128,7 @@ def up(
     removed again. A pool that existed before stays, and so does a new pool after an error, for example if it can not be
     mounted; a message says what runs.
     """
-    from nvpool.cli.dev_rollback import Undoing
+    from nvpool.cli.dev_up_rollback import Undoing
 
     with Undoing(PoolDirectory(directory), mountpoint) as undoing:
         seen = _up(
@@ -281,8 +281,8 @@ def down(directory: str, as_json: bool) -> None:
     command does nothing.
     """
     from nvpool.cli import pool_lifecycle
-    from nvpool.cli.known_pools import remedy_for
     from nvpool.cli.mount.control import mountpoints_of, unmount
+    from nvpool.cli.pool_suggestions import remedy_for
 
     where = PoolDirectory(directory)
     if not os.path.lexists(where.path):

@@ -12,7 +12,7 @@ from nvpool.cli.pool_path import PlaceType, PoolPath
 from nvpool.core.units import format_bytes
 
 if TYPE_CHECKING:
-    from nvpool.client.session import Client
+    from nvpool.client.pool_client import Client
     from nvpool.rpc.v1.meta_pb2 import Attr
 
 WHOLE_S = 60.0
@@ -73,7 +73,7 @@ async def _directory_at(client: Client, place: PoolPath) -> Attr:
 def _described(place: PoolPath, attr: Attr) -> dict[str, Any]:
     import os
 
-    from nvpool.client.state.attr_cache import WIDE_FLAG
+    from nvpool.client.state.metadata_cache import WIDE_FLAG
 
     return {
         "path": os.fsdecode(place.path),
@@ -132,8 +132,8 @@ def set_(place: PoolPath, replicas: int | None, chunk_size: int, wide: bool, as_
 
 async def _set(place: PoolPath, replicas: int, chunk_bytes: int, wide: bool) -> dict[str, Any]:
     from nvpool.cli.pool_path import session
-    from nvpool.client.state.types import Caller
-    from nvpool.poolmap.layout import layout_of
+    from nvpool.client.state.vfs_types import Caller
+    from nvpool.poolmap.file_layout import layout_of
 
     if chunk_bytes:
         layout_of(chunk_bytes)

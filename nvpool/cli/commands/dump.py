@@ -11,7 +11,7 @@ import click
 from nvpool.cli.output import json_option, pool_argument, print_json
 
 if TYPE_CHECKING:
-    from nvpool.client.session import Client
+    from nvpool.client.pool_client import Client
 
 Moved = TypeVar("Moved")
 

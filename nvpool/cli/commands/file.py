@@ -45,7 +45,7 @@ def info(place: PoolPath, as_json: bool) -> None:
 
 async def _describe(place: PoolPath) -> dict[str, Any]:
     from nvpool.cli.pool_path import find, session
-    from nvpool.sdk.file_layout import describe
+    from nvpool.sdk.chunk_locations import describe
 
     async with session(place.pool, "file info") as client:
         return await describe(client, await find(client.vfs, place.path))

@@ -16,8 +16,8 @@ from nvpool.cli.commands.dir import have_chains
 from nvpool.cli.output import ByteSize, json_option, pool_argument, print_json, print_table, say
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import NotFound
-from nvpool.core.names import member_named
 from nvpool.core.units import format_bytes
+from nvpool.core.volume_names import member_named
 
 if TYPE_CHECKING:
     from nvpool.sdk.volumes import AsyncVolumes, Volume
@@ -88,8 +88,8 @@ def carry_out(pool: str, doing: str, work: Callable[[AsyncVolumes], Awaitable[Re
 
     async def run() -> Result:
         from nvpool.cli.pool_path import session
-        from nvpool.client.state.types import Caller
-        from nvpool.sdk.aio import AsyncFileSystem
+        from nvpool.client.state.vfs_types import Caller
+        from nvpool.sdk.async_filesystem import AsyncFileSystem
 
         async with session(pool, doing) as client:
             return await work(AsyncFileSystem(client, Caller(0, 0)).volumes)

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from nvpool.cli.doctor.check import BAD, OK, WARN, Check
+from nvpool.cli.doctor.check_results import BAD, OK, WARN, Check
 from nvpool.cli.output import json_option, print_json, print_table, remember_pool, say
 from nvpool.core.errors import with_pool
 

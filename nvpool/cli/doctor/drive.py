@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from nvpool.cli.doctor.check import Check, all_of, bad, ok, warn
+from nvpool.cli.doctor.check_results import Check, all_of, bad, ok, warn
 from nvpool.core.units import BLOCK_BYTES, format_bytes
 from nvpool.host.mountinfo import Mount, mounts
 

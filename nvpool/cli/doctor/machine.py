@@ -16,8 +16,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from nvpool.cli.doctor.check import OK, Check, all_of, bad, ok, warn
-from nvpool.core.compiled import IS_PURE, PURE_VARIABLE
+from nvpool.cli.doctor.check_results import OK, Check, all_of, bad, ok, warn
+from nvpool.core.compiled_loader import IS_PURE, PURE_VARIABLE
 from nvpool.core.units import GIB, format_bytes
 
 KERNEL_MIN, RESEND_MIN = (5, 4), (6, 9)

@@ -20,7 +20,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from nvpool.cli.doctor.check import Check, bad, ok, warn
+from nvpool.cli.doctor.check_results import Check, bad, ok, warn
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.endpoint import parse_endpoint
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from nvpool.cli.doctor import drive as doctor_drive
-from nvpool.cli.doctor.check import Check, all_of, bad, ok, warn
+from nvpool.cli.doctor.check_results import Check, all_of, bad, ok, warn
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.config import is_open, load
 from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.errors import NvpoolError
 from nvpool.host.pool_directory import PoolDirectory
-from nvpool.poolmap.certificate_checks import remedy_of, state_of
+from nvpool.poolmap.certificate_expiry import remedy_of, state_of
 from nvpool.security.ca import Described, described
 
 SKEW_WARN_S, SKEW_BAD_S = 0.5, 300.0

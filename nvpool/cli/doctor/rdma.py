@@ -10,7 +10,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from nvpool.cli.doctor.check import BAD, OK, WARN, Check
+from nvpool.cli.doctor.check_results import BAD, OK, WARN, Check
 from nvpool.core.errors import NvpoolError
 from nvpool.core.units import format_bytes
 from nvpool.rpc.transports import ucx

@@ -101,7 +101,7 @@ FLAGS = {
     "nodiratime": (2048, True),
     "diratime": (2048, False),
 }
-"""Flag bits of mount(2), as in fuse/kernel/attach; that module is not imported only to parse options."""
+"""Flag bits of mount(2), as in fuse/kernel/mount; that module is not imported only to parse options."""
 PASSED = ("allow_other", "default_permissions")
 PASSED_VALUES = ("context=", "fscontext=", "defcontext=", "rootcontext=")
 NOTHING = frozenset(
@@ -299,7 +299,7 @@ def run(wanted: Wanted) -> None:
     from nvpool.cli.mount.command import log_of
     from nvpool.cli.mount.control import mount_pool
     from nvpool.cli.pool_connection import directory_of
-    from nvpool.fuse.ops.subtree import parts_of
+    from nvpool.fuse.ops.mount_views import parts_of
 
     parts_of(wanted.subtree)
     directory = directory_of(wanted.pool)

@@ -20,13 +20,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 from nvpool.client.data.commit import PATIENCE_S, StoreCommit, Stored, WrittenAt
-from nvpool.client.data.eof_tracker import Ended
+from nvpool.client.data.data_loss_check import Ended
 from nvpool.client.data.hedged_reads import SecondReads, settle
 from nvpool.client.data.hedging_policy import LATE_S, Hedging, SentRead
-from nvpool.client.data.key_cache import VolumeKeys
-from nvpool.client.data.replica_choice import Replicas
-from nvpool.client.data.short_circuit import ShortCircuitReads
-from nvpool.client.data.target_queue import (
+from nvpool.client.data.read_queue import (
     Lane,
     Read,
     error_of,
@@ -35,12 +32,15 @@ from nvpool.client.data.target_queue import (
     results_struct,
     submit_into,
 )
-from nvpool.client.data.write_call import Writing
+from nvpool.client.data.replica_choice import Replicas
+from nvpool.client.data.short_circuit import ShortCircuitReads
+from nvpool.client.data.volume_key_cache import VolumeKeys
+from nvpool.client.data.write_fast_path import Writing
 from nvpool.client.rpc.backoff import pause, until_known
-from nvpool.client.rpc.reply_errors import at_the_deadline, reason_of
-from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.rpc.deadline_errors import at_the_deadline, reason_of
+from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.pool_view import PoolView
+from nvpool.client.state.pool_map_cache import PoolView
 from nvpool.core import errors
 from nvpool.core.checksum import block_checksums, crc32c
 from nvpool.core.clock import Clock
@@ -68,7 +68,7 @@ from nvpool.core.futures import BlocksFuture, abandon
 from nvpool.core.grants import READ, WRITE
 from nvpool.core.units import BLOCK_BYTES, KIB, MIB, SLOTS_PER_SESSION
 from nvpool.poolmap.model import Chain
-from nvpool.rpc.messages.data_codec import (
+from nvpool.rpc.messages.read_write_codec import (
     ALL_OF_BLOCKS,
     ASKER_KEEPS,
     decode_read_reply,

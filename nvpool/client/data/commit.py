@@ -15,12 +15,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import NamedTuple
 
-from nvpool.client.rpc.reply_errors import at_the_deadline, reason_of
-from nvpool.client.state.pool_view import PoolView
+from nvpool.client.rpc.deadline_errors import at_the_deadline, reason_of
+from nvpool.client.state.pool_map_cache import PoolView
 from nvpool.core.clock import Clock
 from nvpool.core.errors import DeadlineExceeded, NvpoolError, Stale, Unavailable
 from nvpool.core.futures import abandon
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import data_pb2, wire_pb2
 
 WrittenAt = tuple[int, int]

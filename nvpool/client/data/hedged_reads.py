@@ -1,7 +1,7 @@
 """Hedged reads: sends reads of a slow target to other replicas too. The first reply counts.
 
 Another replica may refuse for now, for instance because a write waits for the silent target. So the other
-replicas are asked again and again, by the newest map, until one has answered. `hedging` decides when; used by
+replicas are asked again and again, by the newest map, until one has answered. `hedging_policy` decides when; used by
 the chunk client.
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from nvpool.client.data.hedging_policy import SentRead
-from nvpool.client.data.target_queue import Lane, Read
-from nvpool.client.state.attr_cache import OpenInode
-from nvpool.client.state.pool_view import PoolView
+from nvpool.client.data.read_queue import Lane, Read
+from nvpool.client.state.metadata_cache import OpenInode
+from nvpool.client.state.pool_map_cache import PoolView
 from nvpool.core.clock import Clock
 from nvpool.core.errors import NvpoolError, Stale, StaleGrant, StaleSession, Unavailable
 from nvpool.core.futures import BlocksFuture

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from nvpool.client.data.target_queue import Lane, Read
+from nvpool.client.data.read_queue import Lane, Read
 from nvpool.core.clock import Clock
 
 SHARE = 0.05

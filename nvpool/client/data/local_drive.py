@@ -11,7 +11,7 @@ import struct
 
 from nvpool.blockio.reader import DIRECT_READ_BYTES, cached_pages, open_direct
 from nvpool.core.errors import NotSupported
-from nvpool.rpc.messages.data_codec import HANDOVER
+from nvpool.rpc.messages.read_write_codec import HANDOVER
 
 
 class Source:

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from nvpool.client.data.commit import Stored, WrittenAt
-from nvpool.client.data.target_queue import Lane
-from nvpool.client.state.attr_cache import OpenInode
-from nvpool.client.state.pool_view import PoolView
+from nvpool.client.data.read_queue import Lane
+from nvpool.client.state.metadata_cache import OpenInode
+from nvpool.client.state.pool_map_cache import PoolView
 from nvpool.core.clock import Clock
 from nvpool.core.errors import StaleEpoch
 from nvpool.core.units import CHAINS_PER_TABLE
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import Chain, ChainTable, PoolMap, Target
 
 SHUN_S = 2.0

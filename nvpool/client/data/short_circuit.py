@@ -31,7 +31,7 @@ from functools import partial
 from nvpool.blockio.api import Outcome, WaitingReader
 from nvpool.blockio.reader import DIRECT_READ_BYTES, reader_for
 from nvpool.client.data.local_drive import Source
-from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.core.checksum import block_checksums, crc32c
 from nvpool.core.clock import Clock
@@ -47,9 +47,9 @@ from nvpool.core.errors import (
     Unavailable,
 )
 from nvpool.core.units import BLOCK_BYTES, KIB
-from nvpool.host.processes import host_id
+from nvpool.host.process_identity import host_id
 from nvpool.rpc.fd_passing import path_beside, take
-from nvpool.rpc.messages.data_codec import (
+from nvpool.rpc.messages.read_write_codec import (
     LOCATE_ENTRIES_MAX,
     LOCATE_ENTRY,
     LOCATE_RESULT,

@@ -17,15 +17,15 @@ from functools import partial
 from nvpool.blockio.reader import read_now
 from nvpool.client.data.chunk_client import GATHER_BYTES, GATHER_READS, ChunkClient
 from nvpool.client.data.hedging_policy import SentRead
-from nvpool.client.data.target_queue import Lane, reads_struct, results_struct, submit_into
-from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.data.read_queue import Lane, reads_struct, results_struct, submit_into
+from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.core import errors
 from nvpool.core.checksum import block_checksums
 from nvpool.core.clock import Clock
 from nvpool.core.errors import CorruptFrame, NvpoolError, Stale
 from nvpool.core.futures import abandon
-from nvpool.rpc.messages.data_codec import decode_read_reply, encode_read_request
+from nvpool.rpc.messages.read_write_codec import decode_read_reply, encode_read_request
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.security.xts import BlockCipher
 

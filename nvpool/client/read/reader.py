@@ -12,13 +12,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+from nvpool.client.data.read_queue import Read
 from nvpool.client.data.short_circuit import NOW_BYTES_MAX
-from nvpool.client.data.target_queue import Read
-from nvpool.client.state.attr_cache import OpenInode
 from nvpool.client.state.leases import Leases
+from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.small_file_cache import SMALL_BYTES, Contents
-from nvpool.client.state.types import Ahead, ReadAheadUnit
+from nvpool.client.state.vfs_types import Ahead, ReadAheadUnit
 from nvpool.client.write.writeback import Writer
 from nvpool.core.clock import Clock
 from nvpool.core.errors import NvpoolError, Stale

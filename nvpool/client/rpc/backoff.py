@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.pool_view import PoolView
+from nvpool.client.state.pool_map_cache import PoolView
 from nvpool.core.clock import Clock
 from nvpool.core.errors import AccessDenied, Busy, NvpoolError, StaleIdentity, Unreachable
 

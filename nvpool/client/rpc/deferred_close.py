@@ -15,7 +15,7 @@ import struct
 
 from nvpool.client.rpc.shard_session import ShardSession
 from nvpool.core.errors import NvpoolError, StaleSession, WrongShard
-from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 RENEW_INODES_MAX = 16384
@@ -83,7 +83,7 @@ class Releasing:
         request = meta_pb2.ReleaseRequest(
             session=session,
             map_epoch=self._view.map.epoch,
-            inodes=data_codec.pack_inodes(released),
+            inodes=read_write_codec.pack_inodes(released),
             slots=given_up,
         )
         state.leaving.append(released)

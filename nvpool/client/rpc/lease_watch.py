@@ -15,8 +15,8 @@ from nvpool.client.state.leases import NEVER_S, WATCH_SHARE, Leases, ShardWatch
 from nvpool.client.state.options import ClientOptions
 from nvpool.core.clock import Clock
 from nvpool.core.errors import NvpoolError, StaleSession
-from nvpool.rpc.messages import data_codec
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages import read_write_codec
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import meta_pb2
 
 IDLE_S = 60.0
@@ -68,7 +68,7 @@ async def keep_watch(
         if reply.watch != request.watch:
             leases.end_all(watch)
             watch.number = reply.watch
-        inodes = data_codec.unpack_inodes(reply.inodes)
+        inodes = read_write_codec.unpack_inodes(reply.inodes)
         leases.end(watch, inodes)
         watch.seen = reply.number
         watch.until_s = max(watch.until_s, sent_s + reply.watch_ms * WATCH_SHARE / 1000)

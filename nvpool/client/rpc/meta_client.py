@@ -16,18 +16,18 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from nvpool.client.rpc.backoff import pause
+from nvpool.client.rpc.change_fast_path import OnEnd, SentChange, SubmittedChange
+from nvpool.client.rpc.deadline_errors import at_the_deadline, reason_of
 from nvpool.client.rpc.deferred_close import RENEW_INODES_MAX, Releasing
-from nvpool.client.rpc.exactly_once import Once, PendingSlot, asking
-from nvpool.client.rpc.fast_changes import OnEnd, SentChange, SubmittedChange
 from nvpool.client.rpc.lease_watch import keep_watch
 from nvpool.client.rpc.partition_migration import Moved
 from nvpool.client.rpc.primary_connections import Primaries
-from nvpool.client.rpc.reply_errors import at_the_deadline, reason_of
 from nvpool.client.rpc.shard_session import ShardSession
-from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.rpc.slot_journal import Once, PendingSlot, asking
 from nvpool.client.state.leases import WATCH_SHARE, Leases
+from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.pool_view import PoolView
+from nvpool.client.state.pool_map_cache import PoolView
 from nvpool.core.clock import Clock
 from nvpool.core.errors import (
     DeadlineExceeded,
@@ -44,8 +44,8 @@ from nvpool.core.errors import (
 from nvpool.core.ids import COUNTER_BITS, partition_of
 from nvpool.core.units import SLOTS_PER_SESSION
 from nvpool.poolmap.shards.partitions import name_hasher
-from nvpool.rpc.messages import data_codec
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages import read_write_codec
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 from nvpool.shm.mount_state import KeptMemory, Word
 
@@ -174,7 +174,7 @@ class MetaClient(Releasing):
     ):
         """Execute a change exactly once, starting at the partition of `inode`; return the reply.
 
-        `request.change` is filled in here. `once`: see `client/rpc/exactly_once`. `begun`: see `go_on`.
+        `request.change` is filled in here. `once`: see `client/rpc/slot_journal`. `begun`: see `go_on`.
 
         Errors as `ask`. After Disconnected or DeadlineExceeded the change may have been executed. LockLost:
         `file`, for which the change is, has lost its locks; the change is not sent in a later session.
@@ -262,7 +262,7 @@ class MetaClient(Releasing):
         """Submit a change without a task if nothing has to be awaited; else return None.
 
         None: there was no side effect. `unique`: the number of the kernel's request for which the change is
-        made exactly once (see client/rpc/exactly_once). `on_end` gets the errors that `change` raises.
+        made exactly once (see client/rpc/slot_journal). `on_end` gets the errors that `change` raises.
         """
         pool_map = self._view.map
         state = self._shards.get(pool_map.shard_of_partition[partition_of(inode)])
@@ -584,7 +584,7 @@ class MetaClient(Releasing):
         )
         if state.earlier is not None:
             request.session, request.secret = state.earlier
-            request.names_open, request.opened = True, data_codec.pack_inodes(list(state.open))
+            request.names_open, request.opened = True, read_write_codec.pack_inodes(list(state.open))
             request.names_slots = True
             request.slots.extend(state.early)
             state.given_up.clear()
@@ -729,7 +729,7 @@ class MetaClient(Releasing):
                 session=session,
                 map_epoch=self._view.map.epoch,
                 identity=self._identity,
-                opened=data_codec.pack_inodes(opened[begin : begin + RENEW_INODES_MAX]),
+                opened=read_write_codec.pack_inodes(opened[begin : begin + RENEW_INODES_MAX]),
                 named=again and begin + RENEW_INODES_MAX >= len(opened),
             )
             raw = await self._send(state, wire_pb2.META_RENEW_SESSION, request, deadline_s)
@@ -799,7 +799,7 @@ class MetaClient(Releasing):
                 opened = []
             for begin in range(0, len(opened), RENEW_INODES_MAX):
                 request = meta_pb2.RenewSessionRequest(
-                    opened=data_codec.pack_inodes(opened[begin : begin + RENEW_INODES_MAX])
+                    opened=read_write_codec.pack_inodes(opened[begin : begin + RENEW_INODES_MAX])
                 )
                 await self.ask_shard(
                     state.shard, wire_pb2.META_RENEW_SESSION, request, meta_pb2.RenewSessionReply

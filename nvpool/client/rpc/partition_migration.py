@@ -13,15 +13,15 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from nvpool.client.rpc.exactly_once import Once
 from nvpool.client.rpc.shard_session import ShardSession
+from nvpool.client.rpc.slot_journal import Once
 from nvpool.client.state.leases import Leases
 from nvpool.core.clock import Clock
 from nvpool.core.errors import NvpoolError
 from nvpool.core.ids import partition_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.poolmap.shards.partition_moves import is_empty
-from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 LEAVE_S = 60.0
@@ -136,7 +136,7 @@ class Moved:
         else:
             for begin in range(0, len(inodes), NAMES_MAX):
                 request = meta_pb2.RenewSessionRequest(
-                    opened=data_codec.pack_inodes(inodes[begin : begin + NAMES_MAX]),
+                    opened=read_write_codec.pack_inodes(inodes[begin : begin + NAMES_MAX]),
                     named=begin + NAMES_MAX >= len(inodes),
                 )
                 await self._meta.ask_shard(

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from nvpool.client.state.pool_view import PoolView
+from nvpool.client.state.pool_map_cache import PoolView
 from nvpool.core.clock import Clock
 from nvpool.core.errors import Busy, StaleEpoch, StaleIdentity, Unavailable, Unreachable
 from nvpool.poolmap.model import PoolMap, Shard

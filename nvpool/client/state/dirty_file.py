@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.core.checksum import piece_checksums
 from nvpool.core.errors import NvpoolError
 from nvpool.core.units import BLOCK_BYTES, KIB

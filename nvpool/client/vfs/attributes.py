@@ -7,9 +7,9 @@ import os
 import stat
 from collections import Counter
 
-from nvpool.client.state.attr_cache import XATTR_FLAG
-from nvpool.client.state.types import NOW, Caller, FileHandle, StatFs
-from nvpool.client.vfs.client import Core
+from nvpool.client.state.metadata_cache import XATTR_FLAG
+from nvpool.client.state.vfs_types import NOW, Caller, FileHandle, StatFs
+from nvpool.client.vfs.base import Core
 from nvpool.core.errors import (
     AccessDenied,
     InvalidRequest,
@@ -29,9 +29,9 @@ from nvpool.core.units import (
     XATTR_VALUE_BYTES_MAX,
     clamp_time_ns,
 )
-from nvpool.poolmap.layout import layout_of
+from nvpool.poolmap.file_layout import layout_of
 from nvpool.poolmap.model import Target
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
 from nvpool.rpc.v1.meta_pb2 import Attr
 

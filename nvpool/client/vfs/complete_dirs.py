@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 
-from nvpool.client.state.attr_cache import DIVIDED_FLAG
-from nvpool.client.vfs.names import Names
+from nvpool.client.state.metadata_cache import DIVIDED_FLAG
+from nvpool.client.vfs.namespace import Names
 from nvpool.core.errors import NvpoolError
 from nvpool.rpc.v1 import meta_pb2
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from itertools import compress
 
-from nvpool.client.vfs.names import Names
+from nvpool.client.vfs.namespace import Names
 from nvpool.core.errors import NvpoolError
 from nvpool.core.grants import READ
 from nvpool.rpc.messages.direntries import DirectoryPage

@@ -19,14 +19,14 @@ from functools import partial
 from typing import Protocol
 
 from nvpool.client.read.reader import EMPTY
-from nvpool.client.rpc.fast_changes import OnEnd, SentChange, SubmittedChange
-from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.rpc.change_fast_path import OnEnd, SentChange, SubmittedChange
 from nvpool.client.state.dirty_file import WrittenFile
+from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.small_file_cache import SMALL_BYTES
-from nvpool.client.state.types import Caller, FileHandle
+from nvpool.client.state.vfs_types import Caller, FileHandle
 from nvpool.client.vfs.locks import FileLocks
 from nvpool.client.vfs.lookup_batcher import LookupBatcher
-from nvpool.client.vfs.names import check_name, is_name
+from nvpool.client.vfs.namespace import check_name, is_name
 from nvpool.client.write.append_reservations import open_end
 from nvpool.client.write.sender import CloseFlush
 from nvpool.core.errors import (
@@ -43,7 +43,7 @@ from nvpool.core.errors import (
 )
 from nvpool.core.futures import ImmediateFuture
 from nvpool.core.grants import READ, WRITE
-from nvpool.poolmap.layout import check_range
+from nvpool.poolmap.file_layout import check_range
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 from nvpool.rpc.v1.meta_pb2 import Attr
 

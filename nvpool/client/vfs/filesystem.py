@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from nvpool.client.vfs.bulk import Many
+from nvpool.client.vfs.bulk_operations import Many
 from nvpool.client.vfs.complete_dirs import CompleteDirectories
-from nvpool.client.vfs.fallocate import RangeOperations
 from nvpool.client.vfs.listing import DirectoryListing
+from nvpool.client.vfs.range_operations import RangeOperations
 from nvpool.client.vfs.takeover import TakeOver
 
 
 class Vfs(Many, RangeOperations, DirectoryListing, TakeOver, CompleteDirectories):
-    """All operations of a client's file system. Made by client/session."""
+    """All operations of a client's file system. Made by client/pool_client."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from nvpool.client.state.types import DirHandle
-from nvpool.client.vfs.names import Names
+from nvpool.client.state.vfs_types import DirHandle
+from nvpool.client.vfs.namespace import Names
 from nvpool.core.errors import NotADirectory
 from nvpool.rpc.messages.direntries import DirectoryPage
 from nvpool.rpc.v1 import meta_pb2, wire_pb2

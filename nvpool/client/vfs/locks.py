@@ -9,7 +9,7 @@ answers LockLost from then on, and none of its written data is sent any more.
 
 Lock requests of one owner on one file run one at a time and to their end. If the caller is interrupted, the
 caller returns immediately, and a background task undoes the request. Waiting for a lock is in
-client/rpc/lock_waiters. An owner is a number that the caller chooses within this client: the kernel's lock owner,
+client/rpc/blocking_locks. An owner is a number that the caller chooses within this client: the kernel's lock owner,
 for a mount.
 """
 
@@ -20,12 +20,12 @@ import logging
 from collections import Counter
 from typing import NamedTuple
 
-from nvpool.client.rpc.lock_waiters import LockTurns
-from nvpool.client.state.attr_cache import OpenInode
-from nvpool.client.state.types import FileHandle
-from nvpool.client.vfs.client import Core
+from nvpool.client.rpc.blocking_locks import LockTurns
+from nvpool.client.state.metadata_cache import OpenInode
+from nvpool.client.state.vfs_types import FileHandle
+from nvpool.client.vfs.base import Core
 from nvpool.core.errors import BadHandle, InvalidRequest, LockLost, NotFound, NvpoolError, WouldBlock
-from nvpool.core.posix.byte_ranges import (
+from nvpool.core.posix.byte_range_locks import (
     EXCLUSIVE,
     LAST_BYTE,
     RECORD,

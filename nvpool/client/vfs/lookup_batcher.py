@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 
-from nvpool.client.state.attr_cache import DIVIDED_FLAG
+from nvpool.client.state.metadata_cache import DIVIDED_FLAG
 from nvpool.client.vfs.directory_prefetch import Through
 from nvpool.core.errors import CorruptFrame, DeadlineExceeded, NotFound
 from nvpool.core.futures import ImmediateFuture
 from nvpool.core.grants import READ, allows
 from nvpool.core.units import NAME_BYTES_MAX
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 TOGETHER_MAX = 64

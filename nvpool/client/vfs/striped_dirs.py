@@ -8,8 +8,8 @@ A striped directory stays striped. Used by all operations on names.
 
 from __future__ import annotations
 
-from nvpool.client.state.attr_cache import WIDE_FLAG
-from nvpool.client.vfs.client import Core
+from nvpool.client.state.metadata_cache import WIDE_FLAG
+from nvpool.client.vfs.base import Core
 from nvpool.core.containers.bounded_map import too_old
 from nvpool.core.errors import SpreadDirectory
 from nvpool.core.ids import COUNTER_BITS

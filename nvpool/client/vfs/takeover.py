@@ -11,13 +11,13 @@ import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from nvpool.client.state.attr_cache import OpenInode
-from nvpool.client.state.types import FileHandle
+from nvpool.client.state.metadata_cache import OpenInode
+from nvpool.client.state.vfs_types import FileHandle
 from nvpool.client.vfs.files import Files, rights_of
 from nvpool.client.vfs.locks import LockKey
 from nvpool.core.errors import NotFound, NvpoolError, Unavailable
 from nvpool.core.ids import LIFE_BITS
-from nvpool.core.posix.byte_ranges import laid
+from nvpool.core.posix.byte_range_locks import laid
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 from nvpool.rpc.v1.meta_pb2 import Attr
 from nvpool.shm.mount_state import Word

@@ -23,14 +23,14 @@ from nvpool.core.errors import CorruptFrame, NotFound, StaleCut, StaleEpoch, Una
 from nvpool.core.ids import COUNTER_BITS
 from nvpool.shm.mount_state import FILE, WRITE
 from nvpool.core.units import BLOCK_BYTES, CHAINS_PER_TABLE
-from nvpool.client.rpc.fast_changes import SubmittedChange
-from nvpool.client.rpc.fast_changes import SentChange as BegunSent
+from nvpool.client.rpc.change_fast_path import SubmittedChange
+from nvpool.client.rpc.change_fast_path import SentChange as BegunSent
 from nvpool.client.data.commit import Stored
 from nvpool.client.write.sender import SizeReport
 from nvpool.client.state.dirty_file import DirtyExtent, WrittenFile
 from nvpool.rpc.transports._frame cimport note
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
-from nvpool.rpc.messages.data_codec import decode_write_reply
+from nvpool.rpc.messages.read_write_codec import decode_write_reply
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
 from nvpool.rpc.transports.stream import GATHER_IN_FLIGHT, StreamConnection
 from nvpool.rpc.v1 import meta_pb2
@@ -148,7 +148,7 @@ cdef bint is_stored(message) except -1:
 
 
 cdef class SentWrite:
-    """As client/data/write_call.Writing, for a file's first bytes."""
+    """As client/data/write_fast_path.Writing, for a file's first bytes."""
     cdef readonly object slot, sequence, cut, error
     cdef FastWrites writes
     cdef object written, segment, connection, number, place, index

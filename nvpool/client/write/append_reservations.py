@@ -1,7 +1,7 @@
 """Reserved ranges behind a file's end for this client's appends that are not published yet.
 
 The metadata service reserves a range without moving the file's end; the end moves when the writer reports
-that stores have the bytes (`meta/state/append_order`). Until then other clients that append must wait. So
+that stores have the bytes (`meta/state/append_reservations`). Until then other clients that append must wait. So
 the bytes are sent and reported PUBLISH_S after the write, immediately if other clients append too, and by
 every close and fsync. If bytes cannot be stored, all bytes behind them in the reservation are given up and
 the reservation is withdrawn: the file ends before them. Owned by `client/write/writeback`.

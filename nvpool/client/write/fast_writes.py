@@ -5,7 +5,7 @@ when the write returns. The store's reply triggers the report if a close waits f
 completes the close.
 
 Available where a compiler was at hand (`_fast_writes.pyx`). The reference implementation is the path of every
-write: client/write/writeback and sender, client/data/write_call and client/rpc/fast_changes. Bytes on the
+write: client/write/writeback and sender, client/data/write_fast_path and client/rpc/change_fast_path. Bytes on the
 wire, the data in the mount state and its order, and all bookkeeping are the same.
 
 Conditions of a write: 4 to 32 KiB at the start of an empty file outside volumes, in one unit, to a chunk with
@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from nvpool.client.write.crash_journal import Keeping
-from nvpool.core.compiled import load_compiled
+from nvpool.core.compiled_loader import load_compiled
 
 _fast_writes = load_compiled("nvpool.client.write._fast_writes")
 

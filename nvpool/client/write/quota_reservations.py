@@ -18,7 +18,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from nvpool.client.rpc.meta_client import MetaClient
-from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.core.clock import Clock
 from nvpool.core.errors import NotFound, NvpoolError, QuotaExceeded
 from nvpool.core.units import MIB, format_bytes

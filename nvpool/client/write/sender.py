@@ -20,10 +20,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from nvpool.client.data.unstable_writes import UnstableWrites
-from nvpool.client.data.write_call import Writing
-from nvpool.client.rpc.fast_changes import OnEnd, SubmittedChange
-from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.data.write_fast_path import Writing
+from nvpool.client.rpc.change_fast_path import OnEnd, SubmittedChange
 from nvpool.client.state.dirty_file import DirtyExtent, WrittenFile, prepared
+from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.write.append_reservations import open_end
 from nvpool.client.write.crash_journal import Keeping

@@ -23,10 +23,10 @@ from typing import Any
 
 from nvpool.client.data.commit import Stored
 from nvpool.client.data.unstable_writes import UnstableWrites
-from nvpool.client.data.write_call import Writing
-from nvpool.client.rpc.exactly_once import asking
-from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.data.write_fast_path import Writing
+from nvpool.client.rpc.slot_journal import asking
 from nvpool.client.state.dirty_file import DirtyExtent, Record, WrittenFile, copies, kept
+from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.write.append_reservations import PUBLISH_S, Appended, open_end
 from nvpool.client.write.crash_journal import Keeping, KeptFile

@@ -22,12 +22,12 @@ from typing import TypeVar
 
 from aetcd import rpc
 
-from nvpool.cluster.api import CoordinatorLease
+from nvpool.cluster.coordinator_api import CoordinatorLease
 from nvpool.cluster.etcd.client import END_OF_STREAM, STREAM_ERRORS, EtcdCalls, EtcdCertificates
 from nvpool.cluster.etcd.election import LEADER, SIGN, EtcdLeadershipLease, follows, read_sign
 from nvpool.cluster.etcd.election_timing import ElectionTiming
 from nvpool.cluster.etcd.leases import EtcdLease, give_up
-from nvpool.cluster.watchers import MapWatchers
+from nvpool.cluster.map_watchers import MapWatchers
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import (
     CorruptRecord,

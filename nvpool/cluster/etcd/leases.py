@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from math import ceil
 
-from nvpool.cluster.api import LEASE_S_MIN, CoordinatorLease
+from nvpool.cluster.coordinator_api import LEASE_S_MIN, CoordinatorLease
 from nvpool.cluster.etcd.client import PAUSE_S, EtcdCalls
 from nvpool.core.clock import Clock
 from nvpool.core.errors import Unavailable

@@ -19,11 +19,11 @@ from nvpool.core.grants import ENCRYPTED, READ as RIGHT_TO_READ
 from nvpool.core.ids import COUNTER_BITS
 from nvpool.shm.mount_state import HANDLE, HANDLES_MAX
 from nvpool.core.units import NAME_BYTES_MAX
-from nvpool.client.state.attr_cache import ACL_FLAG, OpenInode
+from nvpool.client.state.metadata_cache import ACL_FLAG, OpenInode
 from nvpool.client.state.small_file_cache import SMALL_BYTES
 from nvpool.client.state.leases import ShardWatch
-from nvpool.client.state.types import Ahead, Caller, FileHandle
-from nvpool.client.vfs.prefetch_policy import _Directory
+from nvpool.client.state.vfs_types import Ahead, Caller, FileHandle
+from nvpool.client.vfs.lookup_prefetch import _Directory
 from nvpool.fuse.fast_path._leases cimport held_lease
 from nvpool.fuse.ops.kernel_cache import HAS_XATTRS, NAMED_TOGETHER, SEEN_MAX, SENT_CHANGES_MAX
 from nvpool.fuse.fast_path._slots cimport assign, born_as, get, place
@@ -31,7 +31,7 @@ from nvpool.fuse.ops.handles import Handles
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import Opening
 from nvpool.core.posix.acl import ACCESS
-from nvpool.poolmap.layout import Layout
+from nvpool.poolmap.file_layout import Layout
 from nvpool.rpc.messages.direntries import ENTRY_BYTES
 from nvpool.rpc.v1.meta_pb2 import Attr
 

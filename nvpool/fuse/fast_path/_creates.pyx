@@ -21,11 +21,11 @@ from nvpool.core.ids import COUNTER_BITS, PARTITION_COUNT
 from nvpool.shm.mount_state import HANDLE, HANDLES_MAX, SHARD, SHARD_BYTES, SLOT
 from nvpool.core.containers.bounded_map import too_old
 from nvpool.core.units import SLOTS_PER_SESSION
-from nvpool.client.state import attr_cache as cache_module
-from nvpool.client.rpc.fast_changes import SentChange
-from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state import metadata_cache as cache_module
+from nvpool.client.rpc.change_fast_path import SentChange
+from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.leases import NEVER_S, WATCH_SHARE, InodeLease
-from nvpool.client.state.types import Caller, FileHandle
+from nvpool.client.state.vfs_types import Caller, FileHandle
 from nvpool.fuse.ops import kernel_cache as cached_ops
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import RESENT, Op, Opening

@@ -21,9 +21,9 @@ from nvpool.core.errors import Stale
 from nvpool.core.units import CHAINS_PER_TABLE
 from nvpool.client.data import chunk_client as chunkclient
 from nvpool.client.state import small_file_cache as contents
-from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.leases import ShardWatch
-from nvpool.client.state.types import FileHandle
+from nvpool.client.state.vfs_types import FileHandle
 from nvpool.fuse.fast_path._leases cimport held_lease
 from nvpool.fuse.fast_path._read_requests cimport PAGE, Wanted, is_read
 from nvpool.fuse.fast_path._slots cimport assign, get, place

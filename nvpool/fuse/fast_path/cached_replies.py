@@ -5,7 +5,7 @@ the directory after each change of it, a name that exists or not, file capabilit
 with nothing to flush. In Python such a reply (decode, call `ops`, call the client, encode) takes some 10 µs,
 of which 3 are the system calls. Here the loop that reads requests answers them, if the compiled module was
 built (`_known`). The reference implementation is the slow path of every request (fuse/dispatch to
-client/state/attr_cache), which gives the same replies.
+client/state/metadata_cache), which gives the same replies.
 
 The fast path covers:
 
@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nvpool.core.compiled import load_compiled
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.fuse.fast_path.small_files import SmallReading
 
 _cached_replies = load_compiled("nvpool.fuse.fast_path._cached_replies")

@@ -3,7 +3,7 @@
 Files that are created by the thousand are small, and half of the mount's work for such a file is its
 creation: a dozen layers, each with little to do. Here they are one step, if the compiled module was built
 (`_creates`). The reference implementation is the slow path of every request (fuse/dispatch to
-client/vfs/files and client/rpc/fast_changes). Both keep the same order: the slot is recorded in the mount
+client/vfs/files and client/rpc/change_fast_path). Both keep the same order: the slot is recorded in the mount
 state (shared memory that outlives this process) before the request is sent, the handle before the kernel gets
 the reply, and the kernel gets the reply before the caches here are updated.
 
@@ -22,10 +22,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from nvpool.client.rpc.fast_changes import SentChange
-from nvpool.client.state.types import Caller
+from nvpool.client.rpc.change_fast_path import SentChange
+from nvpool.client.state.vfs_types import Caller
 from nvpool.client.vfs.files import Files
-from nvpool.core.compiled import load_compiled
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.fuse.fast_path.local_reads import PlainReading
 from nvpool.fuse.ops.inline_completions import Creating
 from nvpool.fuse.ops.operations import FuseOps

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from nvpool.core.clock import stopwatch_s
-from nvpool.core.compiled import load_compiled
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.fuse.fast_path.remote_reads import FarReading
 from nvpool.fuse.ops.eager_coroutine import WAITS, EagerCoroutine
 

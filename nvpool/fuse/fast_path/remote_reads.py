@@ -25,8 +25,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nvpool.client.data.target_queue import Read
-from nvpool.core.compiled import load_compiled
+from nvpool.client.data.read_queue import Read
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.core.futures import BlocksFuture
 from nvpool.fuse.dispatch import KernelRequests
 from nvpool.fuse.protocol import replies

@@ -25,9 +25,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nvpool.client.data.target_queue import Read
+from nvpool.client.data.read_queue import Read
 from nvpool.client.read.reader import SmallFilePart
-from nvpool.core.compiled import load_compiled
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.fuse.fast_path.local_reads import PlainReading
 
 _small_files = load_compiled("nvpool.fuse.fast_path._small_files")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nvpool.core.compiled import load_compiled
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.fuse.dispatch import KernelRequests
 
 _small_writes = load_compiled("nvpool.fuse.fast_path._small_writes")

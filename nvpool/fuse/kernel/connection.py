@@ -35,8 +35,8 @@ from nvpool.fuse.fast_path.cached_replies import KnownAnswers
 from nvpool.fuse.fast_path.creates import CreateFastPath
 from nvpool.fuse.fast_path.local_reads import BURST_MAX
 from nvpool.fuse.fast_path.small_writes import WriteFastPath
-from nvpool.fuse.kernel.attach import attach
-from nvpool.fuse.kernel.worker_channel import Passing
+from nvpool.fuse.kernel.mount import attach
+from nvpool.fuse.kernel.read_worker_channel import Passing
 from nvpool.fuse.mount_point import OUR_TYPE, Mount, MountOptions, mount_at, unmount
 from nvpool.fuse.ops.eager_coroutine import EagerCoroutine
 from nvpool.fuse.ops.operations import FuseOps

@@ -37,7 +37,7 @@ class EagerCoroutine:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.unique = 0  # number of the kernel's request; see client/rpc/exactly_once
+        self.unique = 0  # number of the kernel's request; see client/rpc/slot_journal
         self.coroutine: Coroutine | None = None
         self.on_end: Callable[[Any, BaseException | None], None] | None = None
         self._future: asyncio.Future | None = None

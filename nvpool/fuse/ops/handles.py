@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nvpool.client.rpc.exactly_once import asking
-from nvpool.client.state.types import Caller
+from nvpool.client.rpc.slot_journal import asking
+from nvpool.client.state.vfs_types import Caller
 from nvpool.shm.mount_state import DIRECTORY, HANDLES_MAX, PUBLISHED, KeptMemory, Word
 
 _INDEX_BITS = HANDLES_MAX.bit_length() - 1

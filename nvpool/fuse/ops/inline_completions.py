@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, Protocol
 
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import DirectoryGone
 from nvpool.fuse.ops.handles import Handles
 from nvpool.fuse.ops.kernel_cache import FuseOptions
@@ -188,7 +188,7 @@ class Creating:
     def go_on(self, opening: Coroutine) -> None:
         self.begun.leave()  # the slot belongs to the request until the reply
         self._task = asyncio.get_running_loop().create_task(opening)
-        # its changes are exactly-once for this request too; see client/rpc/exactly_once
+        # its changes are exactly-once for this request too; see client/rpc/slot_journal
         self._task.unique = self._unique
         self._task.add_done_callback(self._gone_on)
 

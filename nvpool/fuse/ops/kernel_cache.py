@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 from nvpool.core.containers.bounded_map import too_old
 from nvpool.core.errors import DirectoryGone, NvpoolError
-from nvpool.fuse.ops.shared_handles import Published
+from nvpool.fuse.ops.read_worker_files import Published
 from nvpool.rpc.messages.direntries import DirectoryPage
 from nvpool.rpc.v1.meta_pb2 import Attr
 

@@ -13,7 +13,7 @@ import fcntl
 from collections.abc import Coroutine
 
 from nvpool.core.errors import InvalidRequest
-from nvpool.core.posix.byte_ranges import EXCLUSIVE, SHARED, UNLOCKED
+from nvpool.core.posix.byte_range_locks import EXCLUSIVE, SHARED, UNLOCKED
 from nvpool.fuse.ops.kernel_cache import CachedOps
 
 MODES = {fcntl.F_RDLCK: SHARED, fcntl.F_WRLCK: EXCLUSIVE, fcntl.F_UNLCK: UNLOCKED}

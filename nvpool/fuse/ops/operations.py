@@ -32,9 +32,9 @@ import logging
 import os
 import stat
 
-from nvpool.client.rpc.exactly_once import asking
+from nvpool.client.rpc.slot_journal import asking
 from nvpool.client.state.small_file_cache import SMALL_BYTES
-from nvpool.client.state.types import RENAME_EXCHANGE, Caller, DirHandle
+from nvpool.client.state.vfs_types import RENAME_EXCHANGE, Caller, DirHandle
 from nvpool.client.vfs.lookup_batcher import PendingLookup
 from nvpool.client.vfs.takeover import OpenBefore
 from nvpool.core import errors

@@ -1,7 +1,7 @@
 """Replayed requests: the kernel resends them to a process that continues a predecessor's mount.
 
 A part of `fuse/ops/operations`. A request that the predecessor executed without a reply is recognised by its
-number and not executed again: opens and writes here, changes of metadata in client/rpc/exactly_once. `kept`
+number and not executed again: opens and writes here, changes of metadata in client/rpc/slot_journal. `kept`
 is the mount state (shared memory that outlives this process), or None.
 """
 

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import NoAttribute
 from nvpool.fuse.ops.kernel_cache import HAS_XATTRS
 

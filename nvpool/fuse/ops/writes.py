@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import QuotaExceeded
 from nvpool.fuse.ops.page_cache_bypass import Bypassing, may_have_tail
 from nvpool.fuse.ops.setid import SET_IDS, PrivilegeOps

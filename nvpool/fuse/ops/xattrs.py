@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nvpool.client.state.attr_cache import ACL_FLAG
-from nvpool.client.state.types import XATTR_KILL_SET_GID, Caller
+from nvpool.client.state.metadata_cache import ACL_FLAG
+from nvpool.client.state.vfs_types import XATTR_KILL_SET_GID, Caller
 from nvpool.core.errors import NoAttribute, NotSupported
 from nvpool.core.posix import acl
 from nvpool.fuse.ops.setid import CAPABILITY, is_in_group

@@ -8,7 +8,7 @@ everything that was acknowledged in the term of the mark, and needs no standby a
 
 The mark is on a tmpfs, which is empty after a power loss. The mark is never below the last acknowledged
 change; it may be above it. A missing or doubtful mark proves nothing. Used by kv/replication_log and
-meta/server/member.
+meta/server/shard_member.
 
 The file, in the byte order of the machine: magic u64 · device and inode of the directory of records u64 each
 · term u64 · sequence u64.

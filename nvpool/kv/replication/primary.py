@@ -10,8 +10,8 @@ does not wait for another change's group.
 A standby that is far behind is filled from scratch: the records are read in steps, and each step is sent
 after all changes that were made before it was read, so filling needs no snapshot.
 
-`Shipping` gets the engine of the primary (kv/replication/member), one `StandbyLink` for each other member, and
-`ask`, which changes the map. Used by meta/server/member. One event loop owns a `Shipping`. A `Shipping` ends with
+`Shipping` gets the engine of the primary (kv/replication/member_engine), one `StandbyLink` for each other member, and
+`ask`, which changes the map. Used by meta/server/shard_member. One event loop owns a `Shipping`. A `Shipping` ends with
 `close`, or reports through `on_deposed` that a later term has begun.
 """
 
@@ -36,7 +36,7 @@ from nvpool.core.errors import (
 )
 from nvpool.core.units import MIB
 from nvpool.kv.api import KEY_END
-from nvpool.kv.replication.member import MemberKv, as_one_record
+from nvpool.kv.replication.member_engine import MemberKv, as_one_record
 from nvpool.kv.replication.standby import Done, Group
 from nvpool.kv.replication_log import Position, Tail
 

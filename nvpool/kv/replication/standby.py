@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from nvpool.core.errors import Busy, CorruptRecord, NvpoolError, StaleTerm, Unavailable
 from nvpool.kv.options import LmdbOptions
-from nvpool.kv.replication.member import NOTHING, MemberKv, is_whole, peek, records_of, with_term
+from nvpool.kv.replication.member_engine import NOTHING, MemberKv, is_whole, peek, records_of, with_term
 from nvpool.kv.replication_log import RETAIN_BYTES, Position, ReplicationHistory, Tail, tail_of
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from nvpool.core.errors import CorruptRecord, InvalidRequest, TooBig
 from nvpool.core.posix import acl
-from nvpool.core.posix.byte_ranges import LockRange
+from nvpool.core.posix.byte_range_locks import LockRange
 from nvpool.meta.state import records
 from nvpool.meta.state.lock_table import Owner
 from nvpool.meta.state.records import Inode

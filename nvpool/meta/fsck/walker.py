@@ -30,9 +30,9 @@ from nvpool.core.ids import ROOT_INODE, counter_of, partition_of
 from nvpool.core.posix import acl
 from nvpool.core.units import PARTITION_COUNT
 from nvpool.kv.api import Kv
+from nvpool.meta.fsck.directory_connectivity import Tree
 from nvpool.meta.fsck.record_checks import OtherRecords
 from nvpool.meta.fsck.repair import recounted, to_lost, without_dangling
-from nvpool.meta.fsck.tree import Tree
 from nvpool.meta.fsck.volumes import VolumeChecks
 from nvpool.meta.gc.collector import Collector
 from nvpool.meta.sessions.table import Sessions

@@ -34,7 +34,7 @@ from nvpool.meta.state.record_locks import LockedRecord
 from nvpool.meta.state.transaction import View
 from nvpool.meta.state.volume_records import VOLUME, volume_key
 from nvpool.meta.store_client import Targets
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import data_pb2, wire_pb2
 
 _log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from nvpool.meta.migration.source import MigrationSource, packed
 from nvpool.meta.service_auth import AuthorityCheck, ServiceRight
 from nvpool.poolmap.model import PoolMap, decode_map
 from nvpool.rpc.api import Call
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.target_calls import TargetDialer
 from nvpool.rpc.v1 import moving_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire

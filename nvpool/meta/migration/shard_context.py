@@ -11,9 +11,9 @@ from nvpool.meta.gc.collector import Collector
 from nvpool.meta.gc.truncations import Cuts
 from nvpool.meta.migration.ownership import PartitionOwnership
 from nvpool.meta.sessions.lease_table import Watches
-from nvpool.meta.sessions.lock_waiters import LockWaits
+from nvpool.meta.sessions.lock_service import LockWaits
 from nvpool.meta.sessions.table import Sessions
-from nvpool.meta.state.ids import Numbers
+from nvpool.meta.state.id_allocation import Numbers
 from nvpool.meta.state.transaction import View
 from nvpool.poolmap.model import PoolMap
 

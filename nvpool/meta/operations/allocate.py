@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nvpool.core.errors import InvalidRequest, IsADirectory
 from nvpool.meta.state.transaction import CutInProgress, Draft, View, fill_attr
-from nvpool.poolmap.layout import check_range
+from nvpool.poolmap.file_layout import check_range
 from nvpool.rpc.v1 import meta_pb2
 
 

@@ -1,6 +1,6 @@
 """Directory listings: entries in hash order, with attributes, in bounded steps.
 
-Like the other queries (`meta/operations/lookup`) a listing changes nothing and does not wait. Called by
+Like the other queries (`meta/operations/queries`) a listing changes nothing and does not wait. Called by
 `meta/server` only.
 """
 
@@ -23,7 +23,7 @@ from nvpool.poolmap.shards.partitions import (
     cursor_parts,
     partition_of_name,
 )
-from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.messages.direntries import ENTRY
 from nvpool.rpc.v1 import meta_pb2
 
@@ -187,7 +187,7 @@ def attributes(view: View, request: meta_pb2.GetAttrManyRequest, now_ns: int) ->
 
     Deleted inodes, and inodes in volumes to which the caller has no right, are left out.
     """
-    numbers = data_codec.unpack_inodes(request.inodes)
+    numbers = read_write_codec.unpack_inodes(request.inodes)
     if len(numbers) > LIST_LIMIT_MAX or not all(0 < number < 1 << 63 for number in numbers):
         raise InvalidRequest(
             f"the attributes of {LIST_LIMIT_MAX} inodes at most can be asked for in one request"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from nvpool.core.errors import InvalidRequest
-from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, RECORD, UNLOCKED, WHOLE
+from nvpool.core.posix.byte_range_locks import EXCLUSIVE, LAST_BYTE, RECORD, UNLOCKED, WHOLE
 from nvpool.meta.state.lock_table import Owner
 from nvpool.meta.state.transaction import Draft, View, fill_attr
 from nvpool.rpc.v1 import meta_pb2

@@ -9,7 +9,7 @@ from nvpool.core.units import WITHDRAW_ANY
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
 from nvpool.meta.state.transaction import CutInProgress, Draft, View, fill_attr
-from nvpool.poolmap.layout import check_range
+from nvpool.poolmap.file_layout import check_range
 from nvpool.rpc.v1 import meta_pb2
 
 
@@ -71,7 +71,7 @@ def reserve(view: View, request: meta_pb2.ReserveRequest, now_ns: int) -> Draft:
     """Reserve [offset, offset + length) behind the end of the file for the caller's append.
 
     So appends of several nodes never overlap. A `deferred` reservation leaves the size unchanged until the
-    caller reports the bytes; other clients that append wait until then (`meta/state/append_order`).
+    caller reports the bytes; other clients that append wait until then (`meta/state/append_reservations`).
     Without `deferred`, as requested by older clients, the file ends behind the reservation from now on.
     """
     draft = Draft(view, now_ns)

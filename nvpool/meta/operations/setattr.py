@@ -17,7 +17,7 @@ from nvpool.core.units import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
 from nvpool.meta.state.transaction import CutInProgress, Draft, View, fill_attr
-from nvpool.poolmap.layout import size_max
+from nvpool.poolmap.file_layout import size_max
 from nvpool.rpc.v1 import meta_pb2
 
 MODE, UID, GID, SIZE, ATIME, MTIME, ATIME_NOW, MTIME_NOW, CTIME, CHUNK, REPLICAS, WIDE = (

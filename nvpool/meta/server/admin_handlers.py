@@ -15,12 +15,12 @@ from typing import Any
 
 from nvpool.core.errors import Busy, InUse, InvalidRequest, NvpoolError, Refused
 from nvpool.kv.metrics import measure_engine
-from nvpool.meta.fsck.dump import Dump
-from nvpool.meta.fsck.jobs import JobReply, Load, dump_step, fsck_step, settle_sums
+from nvpool.meta.admin_jobs import JobReply, Load, dump_step, fsck_step, settle_sums
+from nvpool.meta.dump import Dump
+from nvpool.meta.fsck.directory_connectivity import climb
 from nvpool.meta.fsck.repair import undivided
-from nvpool.meta.fsck.tree import climb
 from nvpool.meta.fsck.walker import Fsck, Mend
-from nvpool.meta.operations import lookup as lookup_operations
+from nvpool.meta.operations import queries as lookup_operations
 from nvpool.meta.operations.listing import attributes, listing
 from nvpool.meta.state import records
 from nvpool.meta.state.record_locks import LockedRecord

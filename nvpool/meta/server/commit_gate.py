@@ -4,7 +4,7 @@ An answer is sent when every change that it may reflect is on all standbys that 
 is still valid at that moment. Requests are decided without waiting, one on top of the other, and each answer
 waits for the last change that existed when the answer was made. So no client learns of a change that a
 promotion could undo. The primary lease is checked last, so that a process that was stopped for a while can not answer
-from an outdated state. A shard without standbys has no gate. Used by `meta/server/member`.
+from an outdated state. A shard without standbys has no gate. Used by `meta/server/shard_member`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from nvpool.meta.operations import lookup as lookup_operations
+from nvpool.meta.operations import queries as lookup_operations
 from nvpool.meta.operations.allocate import allocate
 from nvpool.meta.operations.create import create
 from nvpool.meta.operations.link import link

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from nvpool.core.compiled import load_compiled
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.meta.sessions.table import Session, Slot
 from nvpool.rpc.error_codec import encode_error
 from nvpool.rpc.transports.frame import REPLY, pack_head

@@ -39,19 +39,19 @@ from nvpool.core.errors import (
 from nvpool.core.ids import ROOT_INODE, partition_of
 from nvpool.core.member_names import NOBODY
 from nvpool.core.posix.acl import ACCESS, NAMES, Acl, decode_acl
-from nvpool.core.posix.byte_ranges import EXCLUSIVE, RECORD, UNLOCKED
+from nvpool.core.posix.byte_range_locks import EXCLUSIVE, RECORD, UNLOCKED
 from nvpool.meta.operations import permissions
 from nvpool.meta.operations import setattr as attributes_of
 from nvpool.meta.operations.listing import LIST_LIMIT_MAX
-from nvpool.meta.operations.lookup import LOOKUP_STEP, lookup
 from nvpool.meta.operations.permissions import READ, SEARCH, WRITE, mode_after_write, name_of
+from nvpool.meta.operations.queries import LOOKUP_STEP, lookup
 from nvpool.meta.operations.rename import EXCHANGE
 from nvpool.meta.operations.xattr import KILL_SET_GID, drop_attribute
 from nvpool.meta.sessions.table import Sessions
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
 from nvpool.meta.state.transaction import Decision, Draft, View
-from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.messages.direntries import DirectoryPage
 from nvpool.rpc.peer_roles import BELIEVED_GROUPS, SOMEBODY, Credentials
 from nvpool.rpc.v1 import meta_pb2 as pb
@@ -134,13 +134,13 @@ class LocalUsers:
     def reachable(self, view: View, credentials: Credentials, packed: bytes) -> bytes:
         """Those of the inodes that the user can reach by a path."""
         user, found = User(self, view, credentials), []
-        for number in data_codec.unpack_inodes(packed)[:LIST_LIMIT_MAX]:
+        for number in read_write_codec.unpack_inodes(packed)[:LIST_LIMIT_MAX]:
             try:
                 user.reach(number)
             except (Refused, CorruptRecord):
                 continue
             found.append(number)
-        return data_codec.pack_inodes(found)
+        return read_write_codec.pack_inodes(found)
 
     def lookup_many(
         self,

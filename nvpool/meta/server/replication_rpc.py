@@ -2,7 +2,7 @@
 
 `WireStandby` implements the Standby interface of kv/replication/primary: groups are sent in the order of the
 calls, on one connection. `StandbyService` passes arriving groups to a kv/replication/standby in the order of
-arrival. Every message carries the service's grant (authority). Used by `meta/server/member`.
+arrival. Every message carries the service's grant (authority). Used by `meta/server/shard_member`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nvpool.kv.replication_log import Position, Tail, TermRun
 from nvpool.meta.service_auth import AuthorityCheck
 from nvpool.rpc.api import Call, Connection
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 

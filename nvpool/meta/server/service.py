@@ -34,8 +34,8 @@ from nvpool.core.errors import (
 from nvpool.core.ids import partition_of
 from nvpool.core.units import PARTITION_COUNT, SLOTS_PER_SESSION
 from nvpool.kv.api import Kv
+from nvpool.meta.admin_jobs import Load, Runs
 from nvpool.meta.deferred_replies import Waits
-from nvpool.meta.fsck.jobs import Load, Runs
 from nvpool.meta.gc.collector import Collector, partitions_with_remains
 from nvpool.meta.gc.truncations import Cuts
 from nvpool.meta.migration.ownership import PartitionOwnership
@@ -48,12 +48,12 @@ from nvpool.meta.server.fast_path import open_fast_path
 from nvpool.meta.server.local_user_permissions import LocalUsers, check_shards
 from nvpool.meta.sessions.handlers import SessionAnswers
 from nvpool.meta.sessions.lease_table import Watches
-from nvpool.meta.sessions.lock_waiters import HOLD_BEYOND_GRANTS_S, LockWaits
+from nvpool.meta.sessions.lock_service import HOLD_BEYOND_GRANTS_S, LockWaits
 from nvpool.meta.sessions.table import Session, Sessions, Slot, mark_of
 from nvpool.meta.snapshot_barrier import Moment
 from nvpool.meta.state import records
-from nvpool.meta.state.append_order import AppendInProgress, AppendOrder
-from nvpool.meta.state.ids import Numbers
+from nvpool.meta.state.append_reservations import AppendInProgress, AppendOrder
+from nvpool.meta.state.id_allocation import Numbers
 from nvpool.meta.state.lock_table import LockTable
 from nvpool.meta.state.quota import QuotaLedger
 from nvpool.meta.state.record_locks import LockedRecord

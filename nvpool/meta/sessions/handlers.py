@@ -16,7 +16,7 @@ from nvpool.core.units import PARTITION_COUNT, SLOTS_PER_SESSION
 from nvpool.meta.sessions.table import Session, Slot, handles_of, inodes_of
 from nvpool.meta.state.session_records import SECRET_BYTES, SessionRecord
 from nvpool.rpc.api import Call
-from nvpool.rpc.limits import identify
+from nvpool.rpc.peer_limits import identify
 from nvpool.rpc.peer_roles import Credentials
 from nvpool.rpc.v1 import meta_pb2 as pb
 

@@ -34,7 +34,7 @@ from nvpool.core.errors import Busy, Draining, StaleSession
 from nvpool.core.ids import counter_of, partition_of
 from nvpool.meta.state.transaction import Draft
 from nvpool.rpc.api import Call
-from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.v1 import meta_pb2 as pb
 
 SLOT_BITS = 20
@@ -483,7 +483,7 @@ class Watches:
             pb.WatchReply(
                 watch=watch.number,
                 number=watch.seen,
-                inodes=data_codec.pack_inodes(list(watch.sent)),
+                inodes=read_write_codec.pack_inodes(list(watch.sent)),
                 watch_ms=self._watch_ms,
                 map_epoch=self.map_epoch(),
             ).SerializeToString()

@@ -25,7 +25,7 @@ from nvpool.meta.options import MetaOptions
 from nvpool.meta.state import records, session_records
 from nvpool.meta.state.lock_table import LockTable
 from nvpool.meta.state.session_records import SessionRecord
-from nvpool.rpc.limits import raise_it
+from nvpool.rpc.peer_limits import raise_it
 from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.v1 import meta_pb2
 from nvpool.rpc.v1 import wire_pb2 as wire

@@ -13,7 +13,7 @@ Places are in order of arrival. An earlier waiter for a conflicting lock stops o
 longer than `FAIR_S`. After that, and for an owner that has a lock on the file already, a free range is free,
 as on one machine. Otherwise two waiters could block each other by our rules alone.
 
-Used by `meta/operations/lock` (decide), `meta/sessions/lock_waiters` and `meta/server/service`. Makes
+Used by `meta/operations/lock` (decide), `meta/sessions/lock_service` and `meta/server/service`. Makes
 decisions, never waits, reports turns through `on_turn`.
 """
 
@@ -26,7 +26,7 @@ from typing import NamedTuple
 from nvpool.core.clock import Clock
 from nvpool.core.errors import TooManyLocks, WouldDeadlock
 from nvpool.core.ids import partition_of
-from nvpool.core.posix.byte_ranges import (
+from nvpool.core.posix.byte_range_locks import (
     EXCLUSIVE,
     RECORD,
     UNLOCKED,
@@ -37,7 +37,7 @@ from nvpool.core.posix.byte_ranges import (
     overlapping,
 )
 from nvpool.meta.state import records
-from nvpool.rpc.limits import raise_it
+from nvpool.rpc.peer_limits import raise_it
 from nvpool.rpc.stats import RPC_STATS
 
 LOCKS_PER_SESSION_MAX = 65_536

@@ -9,7 +9,7 @@ from nvpool.core.errors import WrongFormat
 from nvpool.core.ids import ROOT_INODE, partition_of
 from nvpool.kv.api import Effect, Kv
 from nvpool.meta.state import records
-from nvpool.poolmap.layout import Layout, layout_of
+from nvpool.poolmap.file_layout import Layout, layout_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.poolmap.shards.partitions import NAME_KEY_BYTES
 

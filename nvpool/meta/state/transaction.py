@@ -27,7 +27,7 @@ from nvpool.core.posix.acl import Acl, encode_acl
 from nvpool.core.units import NAME_BYTES_MAX, PARTITION_COUNT
 from nvpool.kv.api import Kv
 from nvpool.meta.state import records, striped_dirs
-from nvpool.meta.state.append_order import AppendOrder
+from nvpool.meta.state.append_reservations import AppendOrder
 from nvpool.meta.state.lock_table import LockTable
 from nvpool.meta.state.quota import QuotaAccount, QuotaLedger, account
 from nvpool.meta.state.records import DIVIDED, TRASHED, WIDE, Inode, Intent

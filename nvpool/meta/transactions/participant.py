@@ -21,7 +21,7 @@ from nvpool.core.ids import inode_number, is_inode_number
 from nvpool.core.units import PARTITION_COUNT
 from nvpool.kv.api import Effect, Kv
 from nvpool.meta.state import records
-from nvpool.meta.state.ids import Numbers
+from nvpool.meta.state.id_allocation import Numbers
 from nvpool.meta.state.record_locks import Hold, Holds, RecordReads, until_free
 from nvpool.meta.state.transaction import View
 from nvpool.meta.state.transaction_records import (

@@ -16,7 +16,7 @@ from nvpool.meta.service_auth import ServiceRight
 from nvpool.meta.state.transaction_records import SpanId
 from nvpool.poolmap.model import PoolMap
 from nvpool.poolmap.shards.partition_moves import shards_given
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.target_calls import TargetDialer
 from nvpool.rpc.v1 import meta_pb2 as pb
 

@@ -15,7 +15,7 @@ from nvpool.core.errors import Busy
 from nvpool.kv.api import Kv
 from nvpool.meta.deferred_replies import Waits
 from nvpool.meta.service_auth import AuthorityCheck
-from nvpool.meta.state.ids import Numbers
+from nvpool.meta.state.id_allocation import Numbers
 from nvpool.meta.state.record_locks import Holds, RecordReads
 from nvpool.meta.state.transaction import View
 from nvpool.meta.store_client import Targets

@@ -39,7 +39,7 @@ from nvpool.rpc.api import Call
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
 from nvpool.runtime.audit_events import actor_of, audited
 from nvpool.runtime.audit_log import AuditLog
-from nvpool.runtime.service import read_grant_key
+from nvpool.runtime.daemon_lifecycle import read_grant_key
 from nvpool.security.ca import Authority, key_of_request
 from nvpool.security.join_tokens import hash_of
 from nvpool.security.tls import AUTHORITY_FILE, ETCD_SECRET

@@ -66,7 +66,7 @@ class Losses:
         # Imported when data is lost: the client is more than half of what a supervisor would load before it
         # can lead.
         from nvpool.client.inode_paths import printable
-        from nvpool.client.session import Client
+        from nvpool.client.pool_client import Client
         from nvpool.client.state.options import ClientOptions
         from nvpool.sdk.fsck.lost_files import lost_files
 

@@ -29,7 +29,7 @@ from nvpool.poolmap.shards import partition_moves
 from nvpool.poolmap.shards.members import SHARDS_MAX, STANDBYS_MAX, process_name
 from nvpool.provision.create import endpoints_for, free_ports, make_standby_place
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 LOOK_S = 0.5

@@ -20,7 +20,7 @@ from nvpool.node.coordination.leadership import Leading
 from nvpool.poolmap.chains.data_loss import births_of, ownerless, with_reset_chains
 from nvpool.poolmap.model import Loss, PoolMap
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 from nvpool.store.chunks.api import LOCATION_LEASE_S
 

@@ -15,7 +15,7 @@ import logging
 import shutil
 from math import inf
 
-from nvpool.cluster.api import WATCH_S_MAX
+from nvpool.cluster.coordinator_api import WATCH_S_MAX
 from nvpool.cluster.coordinator_relay import HeldMap
 from nvpool.cluster.etcd.client import answers_alone
 from nvpool.cluster.etcd.coordinator import EtcdCoordinator
@@ -32,9 +32,9 @@ from nvpool.poolmap.nodes import etcd_membership
 from nvpool.poolmap.nodes.etcd_membership import MapChange, Remove, of_node
 from nvpool.poolmap.nodes.lifecycle import still_counted_on
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
-from nvpool.runtime.service import read_grant_key
+from nvpool.runtime.daemon_lifecycle import read_grant_key
 from nvpool.security.tls import AUTHORITY_KEY_FILE, ETCD_SECRET
 
 PRESENT_S = 10.0

@@ -14,8 +14,8 @@ from math import isinf
 
 from google.protobuf.message import DecodeError
 
-from nvpool.cluster.api import LEASE_S_MIN, WATCH_S_MAX, CoordinatorLease, MapCoordinator
-from nvpool.cluster.manager import LEASE_S, Manager, change
+from nvpool.cluster.chain_manager import LEASE_S, Manager, change
+from nvpool.cluster.coordinator_api import LEASE_S_MIN, WATCH_S_MAX, CoordinatorLease, MapCoordinator
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import (
     AccessDenied,
@@ -225,7 +225,7 @@ class Leading:
         return int(name) if name is not None else None
 
     async def change(self, decide: Callable[[PoolMap], PoolMap]) -> PoolMap:
-        """Change the map as cluster/manager.change does, from any node.
+        """Change the map as cluster/chain_manager.change does, from any node.
 
         Before it returns without a change, it reads the newest map, because this node's map may be old.
         """

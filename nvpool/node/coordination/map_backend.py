@@ -21,9 +21,9 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
-from nvpool.cluster.api import MapCoordinator
+from nvpool.cluster.coordinator_api import MapCoordinator
 from nvpool.cluster.coordinator_relay import HeldMap, Relay
-from nvpool.cluster.embedded import EmbeddedCoordinator
+from nvpool.cluster.embedded_coordinator import EmbeddedCoordinator
 from nvpool.cluster.etcd.client import EtcdCertificates
 from nvpool.cluster.etcd.coordinator import EtcdCoordinator
 from nvpool.core.clock import SYSTEM_CLOCK
@@ -40,7 +40,7 @@ from nvpool.core.errors import (
 )
 from nvpool.core.programs import Program, command
 from nvpool.host.pool_directory import PoolDirectory
-from nvpool.host.processes import host_id
+from nvpool.host.process_identity import host_id
 from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.node.child_process import Child
 from nvpool.node.coordination.etcd_crl import write_revoked
@@ -57,7 +57,7 @@ from nvpool.provision.map_location import (
 )
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.runtime.service import read_map
+from nvpool.runtime.daemon_lifecycle import read_map
 from nvpool.security.tls import (
     AUTHORITY_FILE,
     AUTHORITY_KEY_FILE,

@@ -14,7 +14,7 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import NvpoolError, StaleIdentity
 from nvpool.poolmap.model import Node, PoolMap, decode_map
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
 
 ASK_S = 3.0

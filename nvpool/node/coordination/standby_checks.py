@@ -17,7 +17,7 @@ from nvpool.core.errors import NvpoolError
 from nvpool.poolmap.model import PoolMap, Shard
 from nvpool.poolmap.shards.members import endpoints_of
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 ASK_S = 1.0

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from nvpool.core.errors import InvalidRequest
 from nvpool.core.units import CHAINS_PER_TABLE
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 
 TABLE_BYTES = 1 + CHAINS_PER_TABLE // 8
 

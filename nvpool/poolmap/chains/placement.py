@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from nvpool.core.errors import InvalidRequest
 from nvpool.core.units import CHAINS_PER_TABLE
-from nvpool.poolmap.layout import chunk_hash
+from nvpool.poolmap.file_layout import chunk_hash
 from nvpool.poolmap.model import Chain, ChainTable, Node, Target
 
 _Name = TypeVar("_Name", int, str)

@@ -1,7 +1,7 @@
 """Chain replication protocol: the decisions of one member of a chain, as pure values and functions.
 
 The module decides which version a write gets, how a member answers an offered write, and what happens to
-pending writes when the chain changes. store/replication/chain carries the decisions out.
+pending writes when the chain changes. store/replication/chain_writes carries the decisions out.
 
 The protocol (van Renesse and Schneider: Chain Replication for Supporting High Throughput and Availability,
 OSDI 2004; reads at each member as in Terrace and Freedman: Object Storage on CRAQ, USENIX 2009, except that a

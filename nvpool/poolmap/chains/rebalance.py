@@ -20,7 +20,7 @@ from nvpool.core.errors import InvalidRequest
 from nvpool.core.units import CHAINS_PER_TABLE, format_bytes
 from nvpool.poolmap.chains.placement import Placing, Spread, usable
 from nvpool.poolmap.chains.transitions import ChainName, settled, with_chains, with_targets
-from nvpool.poolmap.layout import chunk_hash
+from nvpool.poolmap.file_layout import chunk_hash
 from nvpool.poolmap.model import Chain, PoolMap
 
 JOINING_MAX = 256

@@ -7,7 +7,7 @@ second has. The epoch of a chain grows with each change of its members. Together
 contents can never each become the only target of the same chain.
 
 Each function returns a map of the same epoch with the changes, or the same object if nothing changed.
-`sealed` turns all changes of a batch into one map with the next epoch. Called by cluster/manager, which
+`sealed` turns all changes of a batch into one map with the next epoch. Called by cluster/chain_manager, which
 decides when; no I/O, no clock.
 """
 

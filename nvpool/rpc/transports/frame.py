@@ -27,7 +27,7 @@ from struct import Struct
 from typing import Any
 
 from nvpool.core.checksum import crc32c
-from nvpool.core.compiled import load_compiled
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.core.containers.buffer_pool import SPARES
 from nvpool.core.errors import CorruptFrame
 from nvpool.rpc.api import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Buffer

@@ -47,8 +47,8 @@ from nvpool.rpc.api import (
 )
 from nvpool.rpc.error_codec import decode_error, encode_error
 from nvpool.rpc.handshake import HELLO_S, check_hello, encode_hello
-from nvpool.rpc.limits import Limits, Share
 from nvpool.rpc.multiplexer import Answerer, Asker
+from nvpool.rpc.peer_limits import Limits, Share
 from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.transports.frame import CANCEL, EMPTY, HELLO, REPLY, REQUEST
 from nvpool.rpc.v1 import wire_pb2
@@ -416,7 +416,7 @@ class _GrpcServed(_Sending, Answerer):
         self._share = share if share.limited else None
         return None
 
-    # -- interface that limits need of a connection: rpc/limits.Limited
+    # -- interface that limits need of a connection: rpc/peer_limits.Limited
 
     def unfinished(self) -> None:
         """Return None: gRPC does not report how much of a message it has received."""

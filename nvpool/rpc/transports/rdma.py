@@ -68,7 +68,7 @@ from nvpool.rpc.transports.stream import (
 if TYPE_CHECKING:
     import socket
 
-    from nvpool.rpc.limits import Metered
+    from nvpool.rpc.peer_limits import Metered
     from nvpool.security.tls import TlsIdentity
 
     _StreamBase = StreamTransport

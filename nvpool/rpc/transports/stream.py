@@ -39,12 +39,12 @@ from nvpool.core.errors import (
 from nvpool.rpc.api import Buffer, Greeting, Handler, Listener
 from nvpool.rpc.error_codec import decode_error, encode_error
 from nvpool.rpc.handshake import HELLO_S, check_hello, encode_hello
-from nvpool.rpc.limits import Limits, Metered, Share
 from nvpool.rpc.multiplexer import Answerer, Asker
+from nvpool.rpc.peer_limits import Limits, Metered, Share
 from nvpool.rpc.peer_roles import Peer, with_address
-from nvpool.rpc.transports.fast_replies import ReplyFastPath, RequestFastPath
 from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST, FrameReader, pack_head
-from nvpool.rpc.transports.sockets import (
+from nvpool.rpc.transports.frame_fast_path import ReplyFastPath, RequestFastPath
+from nvpool.rpc.transports.socket_options import (
     GOODBYE_S,
     TlsOptions,
     connect_error,
@@ -411,7 +411,7 @@ class StreamServed(RequestFastPath, _End, Answerer):
             raise CorruptFrame(f"a frame of kind {kind} with {count} bytes out of place")
         return self._share is None or self._share.admit(count)
 
-    # -- interface that limits need of a connection: rpc/limits.Limited
+    # -- interface that limits need of a connection: rpc/peer_limits.Limited
 
     def unfinished(self) -> tuple[bytes, int] | None:
         return self._reader.unfinished() if self._greeted else None

@@ -3,7 +3,7 @@
 The features of an event loop (many requests, gathering, cancelling) cost a single request more than its bytes
 do; a thread that only waits for one reply needs none of them. Frames and greeting are those of
 rpc/transports/stream, and the listener sees no difference. A connection that receives anything but a complete
-reply is closed and stays closed. Used by one thread at a time, from client/read/threads.
+reply is closed and stays closed. Used by one thread at a time, from client/read/caller_thread_reads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nvpool.rpc.api import Greeting
 from nvpool.rpc.error_codec import decode_error
 from nvpool.rpc.handshake import check_hello, encode_hello
 from nvpool.rpc.transports.frame import HELLO, REPLY, REQUEST, Frame, FrameReader, pack_head
-from nvpool.rpc.transports.sockets import set_socket_options
+from nvpool.rpc.transports.socket_options import set_socket_options
 from nvpool.security.tls import security
 
 _NUMBER_MASK = 0xFFFFFFFF

@@ -14,10 +14,10 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from nvpool.rpc.limits import Limits
+from nvpool.rpc.peer_limits import Limits
 
 if TYPE_CHECKING:
-    from nvpool.rpc.transports.sockets import TlsOptions
+    from nvpool.rpc.transports.socket_options import TlsOptions
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from importlib.util import find_spec
 from typing import Any
 
-from nvpool.core.compiled import PURE_VARIABLE, load_compiled
+from nvpool.core.compiled_loader import PURE_VARIABLE, load_compiled
 from nvpool.core.errors import BadConfiguration, NotSupported
 
 # None in a process without compiled modules.

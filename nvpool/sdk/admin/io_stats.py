@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from nvpool.client.session import Client
+from nvpool.client.pool_client import Client
 from nvpool.core.errors import AccessDenied, NvpoolError
-from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
 
 ROW = struct.Struct("<QQQQdQQdQQ")

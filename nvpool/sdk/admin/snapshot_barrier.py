@@ -17,10 +17,10 @@ from nvpool.core.units import PARTITION_COUNT
 from nvpool.rpc.messages.fsck_sums import unpack_bits
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.rpc.v1.meta_pb2 import MomentReply, MomentRequest
-from nvpool.sdk.admin.calls import AWAY_S, AdminCalls
+from nvpool.sdk.admin.daemon_calls import AWAY_S, AdminCalls
 
 if TYPE_CHECKING:
-    from nvpool.client.session import Client
+    from nvpool.client.pool_client import Client
 
 _Answer = TypeVar("_Answer")
 

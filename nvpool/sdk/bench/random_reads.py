@@ -22,7 +22,7 @@ from nvpool.core.errors import InvalidRequest, from_os_error
 from nvpool.core.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from nvpool.client.state.types import FileHandle
+    from nvpool.client.state.vfs_types import FileHandle
     from nvpool.client.vfs.filesystem import Vfs
 
 _STEP_S = 1e-7

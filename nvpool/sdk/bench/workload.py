@@ -15,7 +15,7 @@ import shutil
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import InvalidRequest, NvpoolError
 from nvpool.core.ids import ROOT_INODE

@@ -30,18 +30,18 @@ from typing import TYPE_CHECKING
 
 from nvpool.client.inode_paths import PathFinder, printable
 from nvpool.core.errors import CorruptRecord, Disconnected, NotFound, NvpoolError
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import Chain
 from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
-from nvpool.sdk.admin.calls import AdminCalls
-from nvpool.sdk.file_layout import CHUNKS_PER_REQUEST, chunks_on
+from nvpool.sdk.admin.daemon_calls import AdminCalls
+from nvpool.sdk.chunk_locations import CHUNKS_PER_REQUEST, chunks_on
 from nvpool.sdk.fsck.lost_files import lost_files
 from nvpool.sdk.fsck.metadata import check_names
 from nvpool.sdk.fsck.replicas import Copies, service_right
 from nvpool.sdk.fsck.report import Checkup, PoolProblem
 
 if TYPE_CHECKING:
-    from nvpool.client.session import Client
+    from nvpool.client.pool_client import Client
 
 INODES_A_STEP = 1000
 BLOCKS_A_STEP = 4096

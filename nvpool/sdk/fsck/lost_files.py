@@ -13,15 +13,15 @@ import stat
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import BytesLost, NotFound, NvpoolError
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import CHAINS_PER_TABLE
 from nvpool.poolmap.chains.data_loss import losing, may_have_lost, ownerless
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 
 if TYPE_CHECKING:
-    from nvpool.client.session import Client
+    from nvpool.client.pool_client import Client
     from nvpool.rpc.v1.meta_pb2 import Attr
 
 _LIST_STEP = 1000

@@ -4,7 +4,7 @@ Each shard walks its own records and reports their problems. A shard also report
 alone:
 
 * sums: they are added up here, and the shards of the inodes judge the totals;
-* directories of other shards that its walk upwards has reached: the walk continues from here (sdk/fsck/tree);
+* directories of other shards that its walk upwards has reached: the walk continues from here (sdk/fsck/directory_loops);
 * attributes of striped directories and of their stripes: they are compared here.
 
 If a partition moves before its shard has checked it, its new shard checks it, as often as needed.
@@ -33,13 +33,13 @@ from nvpool.rpc.messages.fsck_sums import (
     unpack_sums,
 )
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
-from nvpool.sdk.admin.calls import AdminCalls
+from nvpool.sdk.admin.daemon_calls import AdminCalls
 from nvpool.sdk.admin.snapshot_barrier import BarrierCursors, walk_at_all
+from nvpool.sdk.fsck.directory_loops import Climbs
 from nvpool.sdk.fsck.report import PROBLEMS_KEPT_MAX, Checkup, PoolProblem
-from nvpool.sdk.fsck.tree import Climbs
 
 if TYPE_CHECKING:
-    from nvpool.client.session import Client
+    from nvpool.client.pool_client import Client
 
 _Item = TypeVar("_Item")
 

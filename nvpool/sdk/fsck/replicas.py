@@ -21,14 +21,14 @@ from nvpool.core import grants
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import CorruptRecord, Disconnected, NotFound, NvpoolError
 from nvpool.core.ids import version_parts
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
-from nvpool.sdk.admin.calls import AdminCalls
-from nvpool.sdk.file_layout import chunks_on
+from nvpool.sdk.admin.daemon_calls import AdminCalls
+from nvpool.sdk.chunk_locations import chunks_on
 from nvpool.sdk.fsck.report import Checkup, PoolProblem
 
 if TYPE_CHECKING:
-    from nvpool.client.session import Client
+    from nvpool.client.pool_client import Client
 
 SUSPECTS_MAX = 1000
 LOOKS_S = (0.2, 0.8, 3.0)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict
 
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.checksum import crc32c
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import (

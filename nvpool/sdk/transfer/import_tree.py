@@ -11,8 +11,8 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict
 
-from nvpool.client.state.attr_cache import ACL_FLAG
-from nvpool.client.state.types import Caller
+from nvpool.client.state.metadata_cache import ACL_FLAG
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.checksum import crc32c
 from nvpool.core.errors import (
     AlreadyExists,
@@ -38,7 +38,7 @@ from nvpool.sdk.transfer.progress import (
 from nvpool.sdk.transfer.workers import Crew, Folder
 
 if TYPE_CHECKING:
-    from nvpool.client.state.types import FileHandle
+    from nvpool.client.state.vfs_types import FileHandle
     from nvpool.client.vfs.filesystem import Vfs
     from nvpool.rpc.v1.meta_pb2 import Attr
 

@@ -50,7 +50,7 @@ from nvpool.core.errors import (
 )
 from nvpool.core.ids import RequestId, is_done
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
-from nvpool.host.processes import boot_id
+from nvpool.host.process_identity import boot_id
 from nvpool.kv.api import Effect, Kv
 from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.poolmap.chains.protocol import MemberChunkState, next_version
@@ -77,7 +77,7 @@ from nvpool.store.chunks.location_leases import LocationLeases
 from nvpool.store.chunks.partial_writes import Merger
 from nvpool.store.chunks.read_batch import BlockBatchReader, Readings, located
 from nvpool.store.chunks.recovery import ReplayCheck, settle_rejected
-from nvpool.store.chunks.verify import Scrub
+from nvpool.store.chunks.scrub_pass import Scrub
 from nvpool.store.disk import write_verifier
 from nvpool.store.disk.allocator import Allocator, SpacePending, Transaction
 from nvpool.store.disk.bad_blocks import BadBlock, Quarantine

@@ -45,9 +45,9 @@ from typing import NamedTuple
 
 from nvpool.core.clock import Clock
 from nvpool.core.errors import CorruptRecord, NotSupported, from_os_error
-from nvpool.host.processes import boot_id
+from nvpool.host.process_identity import boot_id
 from nvpool.kv.api import Kv
-from nvpool.rpc.messages.data_codec import HANDOVER
+from nvpool.rpc.messages.read_write_codec import HANDOVER
 
 SLOT_BITS = 16
 TABLE_BYTES = (4 << SLOT_BITS) + 8

@@ -19,7 +19,7 @@ from functools import partial
 
 from nvpool.blockio.api import Outcome
 from nvpool.core.checksum import ZERO_BLOCK_CHECKSUM, first_bad_block
-from nvpool.core.compiled import load_compiled
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.core.errors import (
     ChecksumMismatch,
     CorruptRecord,
@@ -29,7 +29,7 @@ from nvpool.core.errors import (
 )
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.kv.api import Kv
-from nvpool.rpc.messages.data_codec import ASKER_KEEPS
+from nvpool.rpc.messages.read_write_codec import ASKER_KEEPS
 from nvpool.store.chunks.api import (
     ALL_INODES,
     READ_BATCH_BYTES_MAX,

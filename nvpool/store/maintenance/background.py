@@ -16,7 +16,7 @@ from nvpool.poolmap.model import PoolMap
 from nvpool.store.chunks.api import ChunkStore
 from nvpool.store.maintenance.orphan_chunks import OrphanChunks
 from nvpool.store.maintenance.repair import Repair
-from nvpool.store.maintenance.scrub import INTERVAL_S, SCRUB_BYTES_PER_S, Rounds
+from nvpool.store.maintenance.scrub_schedule import INTERVAL_S, SCRUB_BYTES_PER_S, Rounds
 from nvpool.store.replication.peer_connections import PeerDialer
 from nvpool.store.replication.resync import Resync
 from nvpool.store.replication.transfer_client import OtherTargets

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from nvpool.core.clock import Clock
 from nvpool.core.errors import CorruptRecord, Fenced, NvpoolError
 from nvpool.core.units import BLOCK_BYTES
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.store.chunks.api import ChunkStore
 from nvpool.store.disk.bad_blocks import BadBlock

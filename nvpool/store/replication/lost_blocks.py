@@ -10,7 +10,7 @@ from __future__ import annotations
 from nvpool.core.errors import BytesLost, CorruptRecord
 from nvpool.core.ids import version
 from nvpool.core.units import BLOCK_BITS, BLOCK_BYTES
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import Loss, PoolMap
 from nvpool.store.chunks.api import ALL_INODES, ChunkStore, ReadBatch
 from nvpool.store.chunks.read_batch import READ, RESULT

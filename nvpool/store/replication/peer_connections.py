@@ -4,9 +4,9 @@ The guarantee: requests in flight to one store never fill the amount of data tha
 at a time. Bytes and requests are bounded for each successor and each *hop* (the distance of the sender from
 the head). A request on its last hop waits only for a drive, so it ends; then the requests one hop before it
 end too. Without this bound, three stores that are each the head for the next could wait for one another
-forever. This module never repeats a request: `store/replication/chain` does.
+forever. This module never repeats a request: `store/replication/chain_writes` does.
 
-`daemons/store` creates the connections through `store/server/service`. The user is `store/replication/chain`,
+`daemons/store` creates the connections through `store/server/service`. The user is `store/replication/chain_writes`,
 on its event loop.
 """
 

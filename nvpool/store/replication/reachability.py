@@ -8,7 +8,7 @@ connection: a store that is slow, or that has much data to receive, accepts the 
 reported. A reported target is probed until it can be reached again, so that it does not rejoin its chains
 while it is unreachable.
 
-`daemons/heartbeat` creates this object. It runs its own loop, which ends with the heartbeats. Each probe has
+`daemons/store_heartbeat` creates this object. It runs its own loop, which ends with the heartbeats. Each probe has
 a deadline.
 """
 

@@ -31,10 +31,10 @@ from nvpool.core.clock import Clock
 from nvpool.core.errors import Busy, CorruptRecord, NoSpace, NvpoolError, Unavailable, WrongTarget
 from nvpool.core.units import BLOCK_BYTES
 from nvpool.poolmap.chains.chain_set import ChainSet
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.store.chunks.api import ChunkCopy, ChunkState, ChunkStore, ChunkVersion
-from nvpool.store.replication.resync_guard import Guard
+from nvpool.store.replication.tombstones import Guard
 from nvpool.store.replication.transfer_client import Fetched, OtherTargets
 from nvpool.store.replication.transfer_server import FETCH_BYTES, FETCH_CHUNKS_MAX
 from nvpool.store.throttle import Throttle

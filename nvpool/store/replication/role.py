@@ -1,7 +1,7 @@
 """This target's role in the chains of its chunks: single member, head or successor.
 
 In a chain with one member, the target is head and tail. So `write_now` commits a write in the step that gives
-it a version, at no extra cost. For a chunk with several members (`is_shared`), `store/replication/chain`
+it a version, at no extra cost. For a chunk with several members (`is_shared`), `store/replication/chain_writes`
 handles the writes. The caller is `store/server/service`. Apart from the fast path for first writes
 (server/fast_first_writes), no other code writes client data to the store.
 """
@@ -15,12 +15,12 @@ from nvpool.core.clock import Clock
 from nvpool.core.errors import BytesLost, InvalidRequest, NotSupported, WrongTarget
 from nvpool.core.ids import RequestId
 from nvpool.poolmap.chains.protocol import ChainPosition, Offer, place_in
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.security.volume_keys import VolumeKey
 from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks.api import ChunkStore, Placed
-from nvpool.store.replication.chain import ChainWrites, Pending
+from nvpool.store.replication.chain_writes import ChainWrites, Pending
 from nvpool.store.replication.lost_blocks import Losing
 from nvpool.store.replication.peer_connections import PeerDialer, ReplicaPeers, Write
 

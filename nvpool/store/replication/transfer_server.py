@@ -19,7 +19,7 @@ from nvpool.core.errors import Busy, CorruptFrame, InvalidRequest, NvpoolError, 
 from nvpool.core.units import BLOCK_BYTES, MIB
 from nvpool.poolmap.chains.chain_set import decode_chains
 from nvpool.poolmap.chains.protocol import of_old_floor
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.rpc.api import Call
 from nvpool.rpc.v1 import data_pb2 as pb

@@ -21,7 +21,7 @@ from nvpool.core.grants import CLOCK_SKEW_S, READ, SERVICE
 from nvpool.blockio._uring cimport Ring
 from nvpool.blockio.uring_reader import AGAIN_S
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REPLY, REQUEST, is_head, put_head
-from nvpool.rpc.messages.data_codec import ASKER_KEEPS
+from nvpool.rpc.messages.read_write_codec import ASKER_KEEPS
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
 from nvpool.rpc.transports.frame import EMPTY
 from nvpool.rpc.v1.wire_pb2 import DATA_READ, DATA_WRITE

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from nvpool.core.compiled import load_compiled
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.core.grants import Grant
 from nvpool.kv.engine import LmdbKv
 from nvpool.store.server import fast_reads

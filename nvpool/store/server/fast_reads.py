@@ -33,11 +33,16 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from nvpool.core.clock import stopwatch_s
-from nvpool.core.compiled import load_compiled
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.core.errors import CorruptFrame, InvalidRequest
 from nvpool.core.grants import CLOCK_SKEW_S, READ, SERVICE
 from nvpool.core.units import BLOCK_BYTES
-from nvpool.rpc.messages.data_codec import READ_ENTRY, READ_RESULT, decode_read_request, encode_read_reply
+from nvpool.rpc.messages.read_write_codec import (
+    READ_ENTRY,
+    READ_RESULT,
+    decode_read_request,
+    encode_read_reply,
+)
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
 from nvpool.rpc.transports.frame import HEADER_BYTES, REPLY, REQUEST, pack_head_plain, read_head_plain
 from nvpool.rpc.v1.wire_pb2 import DATA_READ

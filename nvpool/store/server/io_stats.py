@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from nvpool.core.clock import Clock
 from nvpool.rpc.api import Call
-from nvpool.rpc.messages.data_codec import PAST_READS, decode_read_request
+from nvpool.rpc.messages.read_write_codec import PAST_READS, decode_read_request
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.store.chunks.read_batch import READ, RESULT
 

@@ -41,12 +41,12 @@ from nvpool.core.errors import (
     WrongTarget,
 )
 from nvpool.core.ids import RequestId
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.rpc.access_control import Callers
 from nvpool.rpc.api import Call
 from nvpool.rpc.fd_passing import Handover
-from nvpool.rpc.messages.data_codec import (
+from nvpool.rpc.messages.read_write_codec import (
     LOCATE_BYTES_MAX,
     LOCATE_ENTRIES_MAX,
     LOCATE_ENTRY,
@@ -63,7 +63,7 @@ from nvpool.store.chunks.api import ALL_INODES, NO_INODE, ChunkStore, ReadBatch
 from nvpool.store.chunks.location_leases import encode_said
 from nvpool.store.chunks.read_batch import READ
 from nvpool.store.maintenance.background import RESYNC_BYTES_PER_S, Upkeep
-from nvpool.store.maintenance.scrub import INTERVAL_S, SCRUB_BYTES_PER_S
+from nvpool.store.maintenance.scrub_schedule import INTERVAL_S, SCRUB_BYTES_PER_S
 from nvpool.store.replication.lost_blocks import Owners
 from nvpool.store.replication.peer_connections import PeerDialer, peer_write
 from nvpool.store.replication.role import Replica

@@ -13,7 +13,7 @@ from nvpool.core.errors import NvpoolError
 from nvpool.core.ids import RequestId
 from nvpool.core.units import BLOCK_BYTES
 from nvpool.rpc.api import Call
-from nvpool.rpc.messages.data_codec import decode_write_request, encode_write_reply
+from nvpool.rpc.messages.read_write_codec import decode_write_request, encode_write_reply
 from nvpool.store.chunks.api import MustWait
 from nvpool.store.chunks.read_batch import RESULT
 from nvpool.store.server.io_stats import IoStats

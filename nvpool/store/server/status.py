@@ -14,7 +14,7 @@ from nvpool.core import grants
 from nvpool.kv.metrics import measure_engine
 from nvpool.metrics import registry as metrics
 from nvpool.metrics.exposition import Page
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.rpc.access_control import Callers
 from nvpool.rpc.api import Call
 from nvpool.rpc.peer_roles import Role

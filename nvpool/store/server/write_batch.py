@@ -16,7 +16,7 @@ from nvpool.core.clock import Clock
 from nvpool.core.errors import InvalidRequest, NvpoolError, StaleGrant
 from nvpool.core.ids import RequestId
 from nvpool.core.units import BLOCK_BYTES
-from nvpool.rpc.messages.data_codec import ALL_OF_BLOCKS
+from nvpool.rpc.messages.read_write_codec import ALL_OF_BLOCKS
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.security.volume_keys import VolumeKey
 from nvpool.store.chunks.api import ChunkStore, MustWait, Placed

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from nvpool.cluster.api import MapCoordinator
+from nvpool.cluster.coordinator_api import MapCoordinator
 from nvpool.core.errors import InvalidRequest, StaleEpoch, StaleLease
 from nvpool.poolmap.chains.placement import build_table
 from nvpool.poolmap.model import (

@@ -24,14 +24,14 @@ import msgspec
 
 import nvpool
 from nvpool.client.state.options import ClientOptions
-from nvpool.cluster.embedded import EmbeddedCoordinator
+from nvpool.cluster.embedded_coordinator import EmbeddedCoordinator
 from nvpool.core import programs
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import NvpoolError, Unavailable
 from nvpool.core.programs import DAEMONS, Program, command
 from nvpool.core.units import MIB
 from nvpool.host.pool_directory import PoolDirectory
-from nvpool.host.processes import host_id, identity_of
+from nvpool.host.process_identity import host_id, identity_of
 from nvpool.kv.engine import LmdbKv
 from nvpool.poolmap.model import PoolMap, decode_map
 from nvpool.rpc.api import Greeting
@@ -40,7 +40,7 @@ from nvpool.rpc.v1.pool_pb2 import PoolStatusReply, PoolStatusRequest
 from nvpool.rpc.v1.wire_pb2 import POOL_STATUS
 from nvpool.sdk.filesystem import FileSystem
 from nvpool.sdk.fsck.check import Checkup, check
-from nvpool.testing.fakes.local_pool import LocalPool, shards_wanted
+from nvpool.testing.fakes.in_process_pool import LocalPool, shards_wanted
 
 SIZES = (64 * MIB, 96 * MIB)
 PLAIN_TCP = '[network]\nhost = "127.0.0.1"\nplain_text = true\n'
@@ -53,7 +53,7 @@ class RealPool:
     """A pool of real processes in `directory`.
 
     `config` is the text of node.toml. `drives` are paths of directories or devices in addition to the drives
-    of `sizes` in the pool directory. `shards` 0: as the environment says (testing/fakes/local_pool).
+    of `sizes` in the pool directory. `shards` 0: as the environment says (testing/fakes/in_process_pool).
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class RealPool:
         """Check everything and return the problems as sentences; with `repair` those that are not repaired."""
 
         async def look() -> list[str]:
-            from nvpool.client.session import Client
+            from nvpool.client.pool_client import Client
 
             client = await Client.open(str(self.path), "fsck", ClientOptions(deadline_s=30.0))
             try:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from nvpool.core.clock import SYSTEM_CLOCK
-from nvpool.testing.env.nodes import NodeMachine
+from nvpool.testing.env.multi_node_pool import NodeMachine
 from nvpool.testing.env.pool import end_process
 
 RESTART_S = 0.2

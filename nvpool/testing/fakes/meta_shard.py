@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from nvpool.core.errors import NvpoolError, Unreachable
-from nvpool.core.posix.byte_ranges import LAST_BYTE, RECORD
+from nvpool.core.posix.byte_range_locks import LAST_BYTE, RECORD
 from nvpool.meta.server.service import MetaService
 from nvpool.poolmap.chains.placement import build_table
 from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, PoolSettings, Shard, Target

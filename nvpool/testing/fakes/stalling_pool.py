@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 from nvpool.rpc.v1.wire_pb2 import Method
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 
 class HoldingPool(LocalPool):

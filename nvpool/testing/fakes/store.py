@@ -23,7 +23,7 @@ from nvpool.core.errors import (
 from nvpool.core.grants import READ, WRITE, verify
 from nvpool.core.units import BLOCK_BYTES
 from nvpool.rpc.api import Call
-from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.v1 import data_pb2, wire_pb2
 
 
@@ -83,7 +83,7 @@ class PlainStore:
             return self._cut(data_pb2.CutRequest.FromString(bytes(call.message)))
         if call.method == wire_pb2.DATA_REMOVE:
             gone = set(
-                data_codec.unpack_inodes(data_pb2.RemoveRequest.FromString(bytes(call.message)).inodes)
+                read_write_codec.unpack_inodes(data_pb2.RemoveRequest.FromString(bytes(call.message)).inodes)
             )
             for key in [key for key in self.chunks if key[0] in gone]:
                 del self.chunks[key]
@@ -106,7 +106,7 @@ class PlainStore:
 
     def _read(self, request):
         owners = self._check(request.map_epoch, request.grants, READ)
-        entries = data_codec.unpack_reads(request.reads, len(owners))
+        entries = read_write_codec.unpack_reads(request.reads, len(owners))
         self.reads_per_call.append(len(entries))
         results, payload = [], bytearray()
         for inode, index, offset, length, grant, _ in entries:
@@ -120,14 +120,14 @@ class PlainStore:
         checksums = block_checksums(payload)
         if self.spoil is not None:
             self.spoil(payload)
-        results = data_codec.pack_read_results(results)
+        results = read_write_codec.pack_read_results(results)
         return data_pb2.ReadReply(map_epoch=self.epoch, results=results, checksums=checksums), [payload]
 
     def _write(self, request, payload):
         owners = self._check(request.map_epoch, request.grants, WRITE)
         at = place = 0
         results = []
-        for inode, cut, sequence, index, offset, length, grant, _ in data_codec.unpack_writes(
+        for inode, cut, sequence, index, offset, length, grant, _ in read_write_codec.unpack_writes(
             request.writes, len(owners), len(payload), request.checksums
         ):
             if owners[grant] != inode:
@@ -135,7 +135,7 @@ class PlainStore:
             if cut < self.cuts.get(inode, 0):
                 raise StaleCut
             part = payload[at : at + length]
-            pieces = data_codec.piece_count(offset, length) * 4
+            pieces = read_write_codec.piece_count(offset, length) * 4
             if piece_checksums(part, offset) != request.checksums[place : place + pieces]:
                 raise ChecksumMismatch
             at, place = at + length, place + pieces
@@ -147,7 +147,9 @@ class PlainStore:
                     chunk.extend(bytes(offset - len(chunk)))
                 chunk[offset : offset + length] = part
             results.append((0, 0, 0, 1))
-        return data_pb2.WriteReply(map_epoch=self.epoch, results=data_codec.pack_write_results(results)), ()
+        return data_pb2.WriteReply(
+            map_epoch=self.epoch, results=read_write_codec.pack_write_results(results)
+        ), ()
 
     def _cut(self, request):
         self.cuts[request.inode] = max(request.cut, self.cuts.get(request.inode, 0))

@@ -12,7 +12,7 @@ import os
 import stat
 from typing import NamedTuple
 
-from nvpool.client.state.types import (
+from nvpool.client.state.vfs_types import (
     KEEP_SIZE,
     NOW,
     PUNCH_HOLE,
@@ -26,7 +26,7 @@ from nvpool.client.state.types import (
 from nvpool.core import errors
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.ids import ROOT_INODE
-from nvpool.core.posix.byte_ranges import LAST_BYTE, RECORD, UNLOCKED, WHOLE, LockRange
+from nvpool.core.posix.byte_range_locks import LAST_BYTE, RECORD, UNLOCKED, WHOLE, LockRange
 from nvpool.core.units import BLOCK_BYTES, GIB, NAME_BYTES_MAX, SYMLINK_BYTES_MAX, clamp_time_ns
 from nvpool.meta.state.lock_table import LockTable, Owner, Waiter
 from nvpool.rpc.messages.direntries import DirectoryPage, pack_entry
@@ -50,7 +50,7 @@ class _Node:
 
 
 class FakeFileHandle:
-    __slots__ = ("inode", "flags", "attr", "node", "file", "flocks", "number")  # as in client/state/types
+    __slots__ = ("inode", "flags", "attr", "node", "file", "flocks", "number")  # as in client/state/vfs_types
 
     def __init__(self, node: _Node, flags: int) -> None:
         self.inode = node.attr.inode

@@ -16,10 +16,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from nvpool.host.processes import identity_of
+from nvpool.host.process_identity import identity_of
 from nvpool.poolmap.model import PoolMap, Shard
 from nvpool.poolmap.shards.members import process_name
-from nvpool.testing.env.nodes import NodeMachine
+from nvpool.testing.env.multi_node_pool import NodeMachine
 from nvpool.testing.env.pool import end_process
 from nvpool.testing.loads.mounted_nodes import PoolInUse
 

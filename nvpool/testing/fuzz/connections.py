@@ -19,7 +19,7 @@ from nvpool.core.errors import Bug
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.error_codec import decode_error
 from nvpool.rpc.handshake import encode_hello
-from nvpool.rpc.limits import Bounds, Limits, Metered
+from nvpool.rpc.peer_limits import Bounds, Limits, Metered
 from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.transports.frame import CANCEL, HEADER, HEADER_BYTES, HELLO, REPLY, REQUEST, pack_head
 from nvpool.rpc.transports.stream import StreamListener, StreamServed

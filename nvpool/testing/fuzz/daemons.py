@@ -11,12 +11,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from nvpool.cluster.embedded import EmbeddedCoordinator
+from nvpool.cluster.embedded_coordinator import EmbeddedCoordinator
 from nvpool.core.config import AccessConfig, Config
 from nvpool.host.pool_directory import PoolDirectory
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.kv.options import LmdbOptions
-from nvpool.meta.server.member import MemberOptions, ShardMember
+from nvpool.meta.server.shard_member import MemberOptions, ShardMember
 from nvpool.meta.service_auth import ServiceRight
 from nvpool.node.supervisor import Supervisor
 from nvpool.rpc.access_control import Callers

@@ -31,8 +31,8 @@ from nvpool.core.posix.acl import (
     AclEntry,
     encode_acl,
 )
-from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, WHOLE
-from nvpool.kv.memory import MemoryKv
+from nvpool.core.posix.byte_range_locks import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, WHOLE
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.meta.service_auth import ServiceRight
 from nvpool.meta.state import records, volume_records
@@ -44,7 +44,7 @@ from nvpool.testing.fakes.meta_shard import DirectCall, ShardClient, StoreRecord
 from nvpool.testing.fuzz.connections import Trouble, Witness
 from nvpool.testing.fuzz.harness import FuzzTarget
 from nvpool.testing.fuzz.messages import REQUESTS
-from nvpool.testing.sim.loop import VirtualClock, VirtualLoop
+from nvpool.testing.sim.virtual_time_loop import VirtualClock, VirtualLoop
 
 SECRET = b"s" * 32
 OPTIONS = MetaOptions(session_lease_s=600, linger_s=2, sessions_per_peer=200)

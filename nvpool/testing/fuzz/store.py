@@ -23,7 +23,7 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import NvpoolError
 from nvpool.poolmap.model import changed
 from nvpool.rpc.access_control import Callers
-from nvpool.rpc.messages.data_codec import (
+from nvpool.rpc.messages.read_write_codec import (
     LOCATE_ENTRY,
     READ_ENTRY,
     WRITE_ENTRY,

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.testing.env.multi_node_pool import NodeMachine, Pool
 from nvpool.testing.env.namespaces import Machine, Machines
-from nvpool.testing.env.nodes import NodeMachine, Pool
-from nvpool.testing.loads.checking import CheckingLoad, Pauses
+from nvpool.testing.loads.data_verification import CheckingLoad, Pauses
 
 WAIT_S = 120.0
 

@@ -20,9 +20,9 @@ from typing import Any
 from nvpool.cluster.etcd.client import CALL_S, NEXT_S, PAUSE_S
 from nvpool.core.clock import Clock
 from nvpool.core.errors import Unavailable
-from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.network import SimulatedNetwork
 from nvpool.testing.sim.simulated_process import Killed, Process
+from nvpool.testing.sim.virtual_time_loop import VirtualLoop
 
 MEMBERS = 3
 TICK_S = 0.05

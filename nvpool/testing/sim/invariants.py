@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from operator import ne
 
-from nvpool.kv.replication.member import MemberKv
+from nvpool.kv.replication.member_engine import MemberKv
 from nvpool.poolmap.model import PoolMap
 
 EVENTS_KEPT = 60

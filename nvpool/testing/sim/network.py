@@ -17,7 +17,7 @@ from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.errors import Unreachable
 from nvpool.rpc.api import Connection, Greeting, Handler, Listener
 from nvpool.rpc.transports.inproc import InprocConnection, InprocListener, InprocTransport
-from nvpool.testing.sim.loop import VirtualLoop
+from nvpool.testing.sim.virtual_time_loop import VirtualLoop
 
 KEEPALIVE_S = 10.0
 

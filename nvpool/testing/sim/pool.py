@@ -16,18 +16,18 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from nvpool.client.session import Client
+from nvpool.client.pool_client import Client
 from nvpool.client.state.options import ClientOptions
-from nvpool.cluster.manager import BEAT_S, EQUAL
+from nvpool.cluster.chain_manager import BEAT_S, EQUAL
 from nvpool.core.clock import Clock
 from nvpool.core.errors import Bug, Damaged, Fenced, NvpoolError
 from nvpool.core.units import MIB
 from nvpool.meta.options import MetaOptions
-from nvpool.meta.server.member import MemberOptions, ShardMember
 from nvpool.meta.server.service import MetaService
+from nvpool.meta.server.shard_member import MemberOptions, ShardMember
 from nvpool.poolmap.chains.placement import build_table
 from nvpool.poolmap.chains.transitions import restarted
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import (
     MAP_FORMAT,
     Drive,
@@ -43,19 +43,26 @@ from nvpool.poolmap.shards import partition_moves
 from nvpool.poolmap.shards.members import dealt, node_and_path, process_name
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.lease_calls import LeaseCalls
+from nvpool.rpc.lease_renewal import LeaseCalls
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
 from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.replication.reachability import Reach
 from nvpool.store.server.service import StoreService
 from nvpool.store.server.serving_lease import ServingLease
+from nvpool.testing.sim.control_plane import FOLLOW_S, Managing, OneManager, Supervisors, until_changed
 from nvpool.testing.sim.endpoints import host_of, member_of, transports_of
 from nvpool.testing.sim.invariants import Invariants
-from nvpool.testing.sim.loop import VirtualClock, VirtualLoop
-from nvpool.testing.sim.management import FOLLOW_S, Managing, OneManager, Supervisors, until_changed
-from nvpool.testing.sim.members import MemberDrive, Overheard, SimFloor, bury, engine_options, make_primary
 from nvpool.testing.sim.network import SimTransport, SimulatedNetwork
+from nvpool.testing.sim.shard_members import (
+    MemberDrive,
+    Overheard,
+    SimFloor,
+    bury,
+    engine_options,
+    make_primary,
+)
 from nvpool.testing.sim.simulated_process import STORE_STEPS, CrashPointProxy, Killed, Process, is_death
+from nvpool.testing.sim.virtual_time_loop import VirtualClock, VirtualLoop
 
 CHUNK_BYTES = 64 * 1024
 MANAGING = ("manager", "supervisor", "etcd")
@@ -328,7 +335,7 @@ class SimPool:
         pid: int,
         reach: Reach,
     ) -> None:
-        """Send heartbeats as daemons/heartbeat does."""
+        """Send heartbeats as daemons/store_heartbeat does."""
         endpoints, calls = self.managing.endpoints(number), LeaseCalls(dialer, clock)
         while True:
             sent_s = clock.boottime_s()

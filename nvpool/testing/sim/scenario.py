@@ -21,7 +21,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-from nvpool.client.session import Client
+from nvpool.client.pool_client import Client
 from nvpool.client.state.options import ClientOptions
 from nvpool.core.errors import Bug, InvariantBroken, NvpoolError, WritesLost
 from nvpool.poolmap.chains import chain_set
@@ -37,8 +37,8 @@ from nvpool.testing.sim.faults import (
     EndpointFaults,
     SimulatedFaults,
 )
-from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.pool import SimPool
+from nvpool.testing.sim.virtual_time_loop import VirtualLoop
 from nvpool.testing.sim.workloads.drains import Drains
 from nvpool.testing.sim.workloads.file_data import (
     AppendWorkload,
@@ -49,9 +49,9 @@ from nvpool.testing.sim.workloads.file_data import (
     Work,
 )
 from nvpool.testing.sim.workloads.listing import Listings
-from nvpool.testing.sim.workloads.names import Naming
-from nvpool.testing.sim.workloads.operator import ShardOperator
+from nvpool.testing.sim.workloads.namespace import Naming
 from nvpool.testing.sim.workloads.quotas import Quotas
+from nvpool.testing.sim.workloads.shard_changes import ShardOperator
 
 OPTIONS = ClientOptions(deadline_s=30.0, transport="inproc", short_circuit=False, fresh_s=0.0, attr_s=0.0)
 CHAINS = 32

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nvpool.testing.sim.loop import ON_BEHALF, VirtualLoop
+from nvpool.testing.sim.virtual_time_loop import ON_BEHALF, VirtualLoop
 
 
 class Killed(BaseException):

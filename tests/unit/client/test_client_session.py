@@ -8,10 +8,10 @@ import os
 import pytest
 from msgspec.structs import replace
 
-from nvpool.client.rpc.reply_errors import at_the_deadline, reason_of
+from nvpool.client.rpc.deadline_errors import at_the_deadline, reason_of
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.pool_view import PoolView
-from nvpool.client.state.types import Caller
+from nvpool.client.state.pool_map_cache import PoolView
+from nvpool.client.state.vfs_types import Caller
 from nvpool.client.vfs import attributes
 from nvpool.core.errors import (
     Busy,
@@ -31,7 +31,7 @@ from nvpool.meta.server.service import MetaOptions
 from nvpool.poolmap.model import changed, encode_map
 from nvpool.rpc.api import Reply
 from nvpool.rpc.v1 import meta_pb2, pool_pb2, wire_pb2
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(1000, 1000)

@@ -9,19 +9,19 @@ import pytest
 from nvpool.client import inode_paths
 from nvpool.client.inode_paths import KnownPaths, PathFinder, printable
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core import errors
 from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
 from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.core.ids import partition_of
-from nvpool.kv.memory import MemoryKv
-from nvpool.meta.operations import lookup as lookup_operations
+from nvpool.kv.memory_engine import MemoryKv
+from nvpool.meta.operations import queries as lookup_operations
 from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.meta.state import records
-from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
 from nvpool.testing.fakes.store import PlainStore
 
@@ -77,10 +77,10 @@ async def names(client, inodes, **fields):
     """(inode -> its location as reported; inodes without a name; steps)."""
     found, gone, cursor, steps = {}, [], b"", 0
     while True:
-        request = pb.NamesRequest(inodes=data_codec.pack_inodes(inodes), cursor=cursor, **fields)
+        request = pb.NamesRequest(inodes=read_write_codec.pack_inodes(inodes), cursor=cursor, **fields)
         reply = await client.ask("NAMES", request)
         steps += 1
-        gone += data_codec.unpack_inodes(reply.gone)
+        gone += read_write_codec.unpack_inodes(reply.gone)
         for one in reply.names:
             found.setdefault(one.inode, (one.directory, one.name, one.above))
         if reply.done:
@@ -142,7 +142,7 @@ async def test_search_step_is_bounded_in_entries_and_partitions(client):
             while not done:
                 kv.scanned.clear()
                 request = pb.NamesRequest(
-                    inodes=data_codec.pack_inodes([inode]), cursor=cursor, limit=limit, **fields
+                    inodes=read_write_codec.pack_inodes([inode]), cursor=cursor, limit=limit, **fields
                 )
                 reply = await client.ask("NAMES", request)
                 assert sum(kv.scanned) <= (limit or lookup_operations.NAMES_LIMIT)
@@ -173,14 +173,14 @@ async def test_invalid_requests_are_refused(client):
         {"inodes": b"1234567"},
         {"inodes": bytes(8)},
         {"inodes": b"\xff" * 8},
-        {"inodes": data_codec.pack_inodes(range(1, lookup_operations.NAMES_INODES_MAX + 2))},
-        {"inodes": data_codec.pack_inodes([7]), "directory": 1 << 63},
+        {"inodes": read_write_codec.pack_inodes(range(1, lookup_operations.NAMES_INODES_MAX + 2))},
+        {"inodes": read_write_codec.pack_inodes([7]), "directory": 1 << 63},
     ):
         with pytest.raises(errors.InvalidRequest):
             await client.ask("NAMES", pb.NamesRequest(**fields))
     for cursor in (b"\0", b"\xff" * 600):
         request = pb.NamesRequest(
-            inodes=data_codec.pack_inodes([7]), cursor=cursor, directory=99, limit=1 << 31
+            inodes=read_write_codec.pack_inodes([7]), cursor=cursor, directory=99, limit=1 << 31
         )
         assert not (await client.ask("NAMES", request)).names
 

@@ -6,11 +6,11 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from nvpool.cluster.embedded import EmbeddedCoordinator
-from nvpool.cluster.manager import EQUAL, LEASE_S, OUTLIVES_S, SENT_LEASE_S, Manager, change
+from nvpool.cluster.chain_manager import EQUAL, LEASE_S, OUTLIVES_S, SENT_LEASE_S, Manager, change
+from nvpool.cluster.embedded_coordinator import EmbeddedCoordinator
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import Fenced, StaleTenure, Unavailable, WrongTarget
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.poolmap.grant_revocation import taken
 from nvpool.poolmap.model import Chain, PartitionRange, Shard
 from nvpool.rpc.v1.pool_pb2 import AliveRequest

@@ -21,7 +21,7 @@ from nvpool.host.pool_directory import (
     holder_of,
     write_whole,
 )
-from nvpool.host.processes import ProcessIdentity, boot_id, host_id, identity_of, own_identity, runs
+from nvpool.host.process_identity import ProcessIdentity, boot_id, host_id, identity_of, own_identity, runs
 from nvpool.poolmap.model import (
     MAP_FORMAT,
     Drive,

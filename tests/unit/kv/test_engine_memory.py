@@ -15,7 +15,7 @@ from nvpool.core.errors import Busy
 from nvpool.kv import lmdb_env
 from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.kv.lmdb_env import LmdbTree, Mark, keys_within
-from nvpool.kv.replication.member import MemberKv
+from nvpool.kv.replication.member_engine import MemberKv
 from nvpool.kv.replication_log import Position
 from nvpool.testing.contracts.kv import everything
 

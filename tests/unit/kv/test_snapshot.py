@@ -9,7 +9,7 @@ from nvpool.core.errors import Busy
 from nvpool.kv import snapshot as snapshot_module
 from nvpool.kv.api import KEY_END
 from nvpool.kv.engine import LmdbKv, LmdbOptions
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 
 OPTIONS = LmdbOptions(
     journal_bytes=1 << 20,

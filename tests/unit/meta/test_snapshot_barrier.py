@@ -11,7 +11,7 @@ from nvpool.core.errors import Busy, StaleCursor
 from nvpool.meta import snapshot_barrier as shard_moment
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.rpc.v1.meta_pb2 import DumpReply, DumpRequest, MomentReply, MomentRequest
-from nvpool.sdk.admin.calls import AdminCalls
+from nvpool.sdk.admin.daemon_calls import AdminCalls
 from nvpool.sdk.admin.snapshot_barrier import begin_at_all
 from nvpool.sdk.dump import dump, frames, read_header
 from nvpool.sdk.fsck.check import check_metadata

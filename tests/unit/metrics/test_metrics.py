@@ -20,8 +20,8 @@ from nvpool.metrics.registry import BOUNDS_S, SLOTS, Times
 from nvpool.node.metrics import PolledProcess, node_page
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.registry import listen
 from nvpool.rpc.stats import RpcStats, op_of
+from nvpool.rpc.transport_registry import listen
 from nvpool.rpc.v1.pool_pb2 import MetricsReply
 from nvpool.rpc.v1.wire_pb2 import DATA_READ, DATA_WRITE
 from nvpool.testing.env.etcd import free_ports

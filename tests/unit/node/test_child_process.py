@@ -12,7 +12,7 @@ import pytest
 from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
 from nvpool.core.config import SupervisorConfig
 from nvpool.host.pool_directory import PoolDirectory
-from nvpool.host.processes import identity_of, runs
+from nvpool.host.process_identity import identity_of, runs
 from nvpool.node import child_process as child_module
 from nvpool.node.child_process import Child
 

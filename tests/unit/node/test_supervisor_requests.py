@@ -13,13 +13,13 @@ from functools import partial
 import msgspec
 import pytest
 
-from nvpool.cluster.embedded import EmbeddedCoordinator
+from nvpool.cluster.embedded_coordinator import EmbeddedCoordinator
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.config import Config
 from nvpool.core.errors import Bug, Busy, Draining, Fenced, InvalidRequest, NvpoolError, Refused, Unavailable
 from nvpool.host.pool_directory import PoolDirectory
-from nvpool.host.processes import identity_of
-from nvpool.kv.memory import MemoryKv
+from nvpool.host.process_identity import identity_of
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.node import supervisor as room
 from nvpool.poolmap.model import Drive, Node, Target, decode_map
 from nvpool.provision.create import CAPACITY_BYTES_MIN

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from nvpool.core.clock import ManualClock
-from nvpool.node.health_watch import STALLED_S, HealthWatch
+from nvpool.node.health_history import STALLED_S, HealthWatch
 from nvpool.poolmap.health_checks import Health, HealthProblem, exit_code, with_since
 from nvpool.poolmap.model import (
     Chain,

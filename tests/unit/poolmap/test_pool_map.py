@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvpool.core.errors import CorruptRecord, FileTooLarge, InvalidRequest, WrongFormat
-from nvpool.poolmap import layout
+from nvpool.poolmap import file_layout
 from nvpool.poolmap import model as poolmap_model
 from nvpool.poolmap.chains import placement
 from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, PoolSettings, Shard, Target
@@ -38,12 +38,12 @@ def a_map(capacities=(100, 200)):
 
 def test_chunk_hash_is_stable():
     for inode, index, value in json.loads((GOLDEN / "chunk_hash.json").read_text()):
-        assert layout.chunk_hash(int(inode), index) == int(value, 16)
+        assert file_layout.chunk_hash(int(inode), index) == int(value, 16)
 
 
 def test_chunk_hash_spreads_files_and_chunks_evenly():
     for names in ([(i, 0) for i in range(1, 65537)], [(1, i) for i in range(65536)]):
-        counts = Counter(layout.chain_of(*name) for name in names)
+        counts = Counter(file_layout.chain_of(*name) for name in names)
         assert len(counts) == 1024
         chi_square = sum((counts[c] - 64) ** 2 / 64 for c in range(1024))
         assert chi_square < 1023 + 5 * (2 * 1023) ** 0.5
@@ -51,8 +51,8 @@ def test_chunk_hash_spreads_files_and_chunks_evenly():
 
 @given(st.integers(16, 24), st.integers(0, 1 << 40), st.integers(0, 1 << 26))
 def test_pieces_cover_the_range_once_in_order(bits, offset, length):
-    lay, at = layout.Layout(1, bits), 0
-    for piece in layout.pieces(lay, offset, length):
+    lay, at = file_layout.Layout(1, bits), 0
+    for piece in file_layout.pieces(lay, offset, length):
         assert piece.at == at
         assert piece.index * lay.chunk_bytes + piece.offset == offset + at
         assert piece.length > 0 and piece.offset + piece.length <= lay.chunk_bytes
@@ -61,16 +61,16 @@ def test_pieces_cover_the_range_once_in_order(bits, offset, length):
 
 
 def test_invalid_ranges_and_chunk_sizes_are_refused():
-    lay = layout.layout_of(1 << 20)
+    lay = file_layout.layout_of(1 << 20)
     for offset, length in ((-1, 1), (0, -1)):
         with pytest.raises(InvalidRequest):
-            layout.check_range(lay, offset, length)
+            file_layout.check_range(lay, offset, length)
     with pytest.raises(FileTooLarge):
-        layout.check_range(lay, layout.size_max(lay), 1)
-    layout.check_range(lay, layout.size_max(lay) - 1, 1)
+        file_layout.check_range(lay, file_layout.size_max(lay), 1)
+    file_layout.check_range(lay, file_layout.size_max(lay) - 1, 1)
     for size in (0, 4096, 3 << 20, 32 << 20):
         with pytest.raises(InvalidRequest):
-            layout.layout_of(size)
+            file_layout.layout_of(size)
 
 
 @settings(max_examples=20, deadline=None)

@@ -9,29 +9,29 @@ import struct
 import pytest
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
-from nvpool.cluster.embedded import EmbeddedCoordinator
+from nvpool.client.state.vfs_types import Caller
+from nvpool.cluster.embedded_coordinator import EmbeddedCoordinator
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.config import AccessConfig, Config
 from nvpool.core.errors import AccessDenied, InvalidRequest, NotSupported, StaleGrant
 from nvpool.core.grants import READ, WRITE, Grant, sign
 from nvpool.host.pool_directory import PoolDirectory
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.kv.options import LmdbOptions
-from nvpool.meta.server.member import MemberOptions, ShardMember
+from nvpool.meta.server.shard_member import MemberOptions, ShardMember
 from nvpool.node.supervisor import Supervisor
 from nvpool.rpc.access_control import RIGHTS, Callers, Who
-from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.peer_roles import Credentials, Peer, Role
 from nvpool.rpc.v1 import data_pb2, wire_pb2
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.runtime.daemon_process import Stop
-from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.sdk.async_filesystem import AsyncFileSystem
 from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.server.service import StoreService
 from nvpool.testing.contracts.coordinator import first_map
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 from nvpool.testing.fakes.meta_shard import DirectCall
 
 SECRET = b"s" * 32
@@ -280,7 +280,7 @@ def samples(session: int, slot: int, volume: int, inode: int) -> dict[int, objec
     """A request of each method about entries of a volume, from a caller that knows their numbers."""
     change = pb.Change(session=session, slot=slot, sequence=1)
     return {
-        wire_pb2.META_NAMES: pb.NamesRequest(inodes=data_codec.pack_inodes([inode]), directory=volume),
+        wire_pb2.META_NAMES: pb.NamesRequest(inodes=read_write_codec.pack_inodes([inode]), directory=volume),
         wire_pb2.META_LOOKUP: pb.LookupRequest(session=session, parent=volume, name=b"f", rights=READ),
         wire_pb2.META_GETATTR: pb.GetAttrRequest(session=session, inode=inode, rights=READ),
         wire_pb2.META_SETATTR: pb.SetAttrRequest(change=change, inode=inode, valid=1, mode=0o600),

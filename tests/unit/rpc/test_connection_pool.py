@@ -20,10 +20,10 @@ from nvpool.core.errors import (
     Unavailable,
     Unreachable,
 )
-from nvpool.rpc import connection_pool, registry
+from nvpool.rpc import connection_pool, transport_registry
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.lease_calls import LeaseCalls
+from nvpool.rpc.lease_renewal import LeaseCalls
 from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST
 from nvpool.rpc.transports.inproc import InprocTransport
 from nvpool.testing.contracts.transport import RecordingHandler, echo, refused, soon, until
@@ -60,7 +60,7 @@ class Recorder(InprocTransport):
 def test_best_reachable_transport_is_used(tmp_path):
     async def check():
         listeners = [
-            await registry.listen(endpoint, SERVER, echo)
+            await transport_registry.listen(endpoint, SERVER, echo)
             for endpoint in ("grpc://127.0.0.1:0", "stream://127.0.0.1:0", f"stream+unix://{tmp_path}/s")
         ]
         endpoints = (
@@ -94,7 +94,7 @@ def test_certified_client_uses_no_unix_socket_of_other_users(tmp_path, monkeypat
 
     async def check():
         listeners = [
-            await registry.listen(endpoint, SERVER, echo)
+            await transport_registry.listen(endpoint, SERVER, echo)
             for endpoint in ("stream://127.0.0.1:0", f"stream+unix://{tmp_path}/s")
         ]
         if user is not None:
@@ -111,7 +111,7 @@ def test_certified_client_uses_no_unix_socket_of_other_users(tmp_path, monkeypat
 
 def test_unix_path_of_another_host_is_not_tried(tmp_path):
     async def check():
-        listener = await registry.listen(f"stream+unix://{tmp_path}/s", SERVER, echo)
+        listener = await transport_registry.listen(f"stream+unix://{tmp_path}/s", SERVER, echo)
         for host_id, reached in (("here", False), ("there", True), ("", True)):
             dialer = Dialer(US, host_id=host_id)
             call = dialer.call((listener.endpoint + "?host=there",), 1, b"", deadline_s=soon())
@@ -241,7 +241,7 @@ def test_silent_address_is_left_for_the_next(monkeypatch):
     async def check():
         monkeypatch.setattr(connection_pool, "ATTEMPT_S", 1.0)
         hole = socket.create_server(("127.0.0.1", 0), backlog=1)  # accepts into its backlog, never greets
-        listener = await registry.listen("grpc://127.0.0.1:0", SERVER, echo)
+        listener = await transport_registry.listen("grpc://127.0.0.1:0", SERVER, echo)
         dialer = Dialer(US)
         endpoints = (f"stream://127.0.0.1:{hole.getsockname()[1]}", listener.endpoint)
         assert (await dialer.call(endpoints, 1, b"through", deadline_s=soon())).message == b"through"
@@ -257,8 +257,8 @@ def test_grpc_client_without_frames_is_disconnected_alone(raw, caplog):
     grpc = pytest.importorskip("grpc")
 
     async def check():
-        listener = await registry.listen("grpc://127.0.0.1:0", SERVER, echo)
-        good = await registry.transport("grpc").connect(listener.endpoint, US, deadline_s=soon())
+        listener = await transport_registry.listen("grpc://127.0.0.1:0", SERVER, echo)
+        good = await transport_registry.transport("grpc").connect(listener.endpoint, US, deadline_s=soon())
         async with grpc.aio.insecure_channel(listener.endpoint[len("grpc://") :]) as channel:
             stream = channel.stream_stream("/nvpool.v1.Exchange/Frames")()
             await stream.write(raw)
@@ -286,13 +286,13 @@ def test_connection_returns_to_the_better_endpoint(hasty, tmp_path):
 
     async def check():
         kept = RecordingHandler()
-        stream = await registry.listen("stream://127.0.0.1:0", SERVER, kept)
+        stream = await transport_registry.listen("stream://127.0.0.1:0", SERVER, kept)
         endpoints = (f"stream+unix://{tmp_path}/s?host=here", stream.endpoint)
         dialer = Dialer(US, host_id="here")
         worse = await dialer.connect(endpoints, soon())
         under_way = asyncio.ensure_future(dialer.call(endpoints, 1, b"under way", deadline_s=soon()))
         (call,) = await kept.count(1)
-        unix = await registry.listen(f"stream+unix://{tmp_path}/s", SERVER, echo)
+        unix = await transport_registry.listen(f"stream+unix://{tmp_path}/s", SERVER, echo)
         await until(lambda: dialer.live(endpoints).peer.local)
         assert set(dialer.connections(endpoints)) == {dialer.live(endpoints), worse} and not worse.closed
         assert (await dialer.call(endpoints, 1, b"new", deadline_s=soon())).message == b"new"
@@ -350,7 +350,7 @@ def test_unix_socket_is_avoided_for_a_shorter_time(tmp_path, monkeypatch):
         ) as hole:  # accepts into its backlog, never greets, like a stopped daemon
             hole.bind(f"{tmp_path}/s")
             hole.listen(8)
-            stream = await registry.listen("stream://127.0.0.1:0", SERVER, echo)
+            stream = await transport_registry.listen("stream://127.0.0.1:0", SERVER, echo)
             dialer = Dialer(US)
             await dialer.connect((f"stream+unix://{tmp_path}/s", stream.endpoint), soon())
             (shunned,) = dialer._shunned.values()

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from nvpool.core import errors
 from nvpool.core.checksum import piece_checksums
 from nvpool.core.endpoint import Endpoint, host_port_url, parse_endpoint
-from nvpool.rpc import handshake, registry
+from nvpool.rpc import handshake, transport_registry
 from nvpool.rpc.api import PAYLOAD_BYTES_MAX, Greeting
 from nvpool.rpc.error_codec import decode_error, encode_error
-from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.v1 import data_pb2, wire_pb2
 
 ROOT = Path(__file__).parents[3]
@@ -146,15 +146,17 @@ def test_too_long_unix_path_is_refused():
 
 
 def test_registered_transports_are_sorted_best_first():
-    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][registry.GROUP]
-    assert entries | {"inproc": registry.OURS["inproc"]} == registry.OURS
-    found = registry.transports()
+    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
+        transport_registry.GROUP
+    ]
+    assert entries | {"inproc": transport_registry.OURS["inproc"]} == transport_registry.OURS
+    found = transport_registry.transports()
     assert list(found) == ["inproc", "rdma+unix", "stream+unix", "rdma", "stream", "grpc"]
     assert all(
-        transport.scheme == scheme and registry.transport(scheme) is transport
+        transport.scheme == scheme and transport_registry.transport(scheme) is transport
         for scheme, transport in found.items()
     )
-    assert registry.transport("carrier-pigeon") is None
+    assert transport_registry.transport("carrier-pigeon") is None
 
 
 def test_stream_transport_does_not_import_grpc():
@@ -181,24 +183,26 @@ writes = st.tuples(
 @settings(max_examples=50, deadline=None)
 @given(st.lists(reads, min_size=1, max_size=70))
 def test_reads_round_trip(batch):
-    raw = data_codec.pack_reads(batch)
-    assert len(raw) == 24 * len(batch) and data_codec.unpack_reads(raw, 10) == batch
+    raw = read_write_codec.pack_reads(batch)
+    assert len(raw) == 24 * len(batch) and read_write_codec.unpack_reads(raw, 10) == batch
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(writes, min_size=1, max_size=20))
 def test_writes_round_trip(batch):
-    raw = data_codec.pack_writes(batch)
+    raw = read_write_codec.pack_writes(batch)
     payload = sum(entry[5] for entry in batch)
     checksums = b"".join(piece_checksums(bytes(entry[5]), entry[4]) for entry in batch)
-    assert len(raw) == 40 * len(batch) and data_codec.unpack_writes(raw, 10, payload, checksums) == batch
+    assert (
+        len(raw) == 40 * len(batch) and read_write_codec.unpack_writes(raw, 10, payload, checksums) == batch
+    )
     for wrong in (
         (10, payload + 1, checksums),
         (10, payload, checksums[4:]),
         (max(e[6] for e in batch), payload, checksums),
     ):
         with pytest.raises(errors.InvalidRequest):
-            data_codec.unpack_writes(raw, *wrong)
+            read_write_codec.unpack_writes(raw, *wrong)
 
 
 GOOD_READ = (1, 0, 4096, 8192, 0, 0)
@@ -217,29 +221,33 @@ GOOD_READ = (1, 0, 4096, 8192, 0, 0)
 )
 def test_invalid_read_is_refused(wrong):
     with pytest.raises(errors.InvalidRequest):
-        data_codec.unpack_reads(data_codec.pack_reads([GOOD_READ, wrong]), 1)
+        read_write_codec.unpack_reads(read_write_codec.pack_reads([GOOD_READ, wrong]), 1)
 
 
-@pytest.mark.parametrize("raw", [b"", b"x" * 23, b"x" * 25, bytes(24 * (data_codec.BATCH_ENTRIES_MAX + 1))])
+@pytest.mark.parametrize(
+    "raw", [b"", b"x" * 23, b"x" * 25, bytes(24 * (read_write_codec.BATCH_ENTRIES_MAX + 1))]
+)
 def test_batch_with_partial_or_too_many_entries_is_refused(raw):
     with pytest.raises(errors.InvalidRequest):
-        data_codec.unpack_reads(raw, 1)
+        read_write_codec.unpack_reads(raw, 1)
     with pytest.raises(errors.InvalidRequest):
-        data_codec.unpack_writes(raw, 1, 0, b"")
+        read_write_codec.unpack_writes(raw, 1, 0, b"")
     with pytest.raises(errors.CorruptFrame):
-        data_codec.unpack_read_results(raw, [4096], 0, b"")
+        read_write_codec.unpack_read_results(raw, [4096], 0, b"")
 
 
 def test_reads_larger_than_a_reply_are_refused():
     many = PAYLOAD_BYTES_MAX // (1 << 20) + 1
     with pytest.raises(errors.TooBig):
-        data_codec.unpack_reads(data_codec.pack_reads([(1, n, 0, 1 << 20, 0, 0) for n in range(many)]), 1)
+        read_write_codec.unpack_reads(
+            read_write_codec.pack_reads([(1, n, 0, 1 << 20, 0, 0) for n in range(many)]), 1
+        )
 
 
 def test_replies_must_match_their_request():
     results = [(0, 1, 4096, 7), (101, 0, 0, 0), (0, 0, 0, 8)]
-    raw = data_codec.pack_read_results(results)
-    assert data_codec.unpack_read_results(raw, [4096, 8192, 4096], 4096, bytes(4)) == results
+    raw = read_write_codec.pack_read_results(results)
+    assert read_write_codec.unpack_read_results(raw, [4096, 8192, 4096], 4096, bytes(4)) == results
     for lengths, payload_bytes, checksums in (
         ([4096, 8192], 4096, bytes(4)),
         ([4096, 8192, 4096], 8192, bytes(4)),
@@ -247,40 +255,40 @@ def test_replies_must_match_their_request():
         ([0, 8192, 4096], 4096, bytes(4)),
     ):
         with pytest.raises(errors.CorruptFrame):
-            data_codec.unpack_read_results(raw, lengths, payload_bytes, checksums)
+            read_write_codec.unpack_read_results(raw, lengths, payload_bytes, checksums)
     with pytest.raises(errors.CorruptFrame):
-        data_codec.unpack_read_results(
-            data_codec.pack_read_results([(101, 0, 4096, 0)]), [4096], 4096, bytes(4)
+        read_write_codec.unpack_read_results(
+            read_write_codec.pack_read_results([(101, 0, 4096, 0)]), [4096], 4096, bytes(4)
         )
-    raw = data_codec.pack_write_results([(0, 0, 0, 7)])
-    assert data_codec.unpack_write_results(raw, 1) == [(0, 0, 0, 7)]
+    raw = read_write_codec.pack_write_results([(0, 0, 0, 7)])
+    assert read_write_codec.unpack_write_results(raw, 1) == [(0, 0, 0, 7)]
     with pytest.raises(errors.CorruptFrame):
-        data_codec.unpack_write_results(raw, 2)
+        read_write_codec.unpack_write_results(raw, 2)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(u64, max_size=20))
 def test_inodes_round_trip(inodes):
-    assert data_codec.unpack_inodes(data_codec.pack_inodes(inodes)) == inodes
+    assert read_write_codec.unpack_inodes(read_write_codec.pack_inodes(inodes)) == inodes
     with pytest.raises(errors.InvalidRequest):
-        data_codec.unpack_inodes(data_codec.pack_inodes(inodes) + b"1234")
+        read_write_codec.unpack_inodes(read_write_codec.pack_inodes(inodes) + b"1234")
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 3), st.integers(0, 5000), st.binary(max_size=16))
 def test_random_bytes_are_a_batch_or_refused(raw, grants, payload_bytes, checksums):
     for unpack in (
-        lambda: data_codec.unpack_reads(raw, grants),
-        lambda: data_codec.unpack_writes(raw, grants, payload_bytes, checksums),
-        lambda: data_codec.unpack_inodes(raw),
+        lambda: read_write_codec.unpack_reads(raw, grants),
+        lambda: read_write_codec.unpack_writes(raw, grants, payload_bytes, checksums),
+        lambda: read_write_codec.unpack_inodes(raw),
     ):
         try:
             unpack()
         except (errors.InvalidRequest, errors.TooBig):
             pass
     for unpack in (
-        lambda: data_codec.unpack_read_results(raw, [4096] * grants, payload_bytes, checksums),
-        lambda: data_codec.unpack_write_results(raw, grants),
+        lambda: read_write_codec.unpack_read_results(raw, [4096] * grants, payload_bytes, checksums),
+        lambda: read_write_codec.unpack_write_results(raw, grants),
     ):
         try:
             unpack()
@@ -321,11 +329,11 @@ packed_reads = st.one_of(st.binary(min_size=24, max_size=24), st.binary(max_size
 @settings(max_examples=300, deadline=None)
 @given(numbers64, st.one_of(st.integers(0, 300), numbers32), grants_of, packed_reads, st.booleans())
 def test_read_request_matches_protobuf(epoch, target, rights, reads, verify):
-    raw = data_codec.encode_read_request(epoch, target, rights, reads, verify)
+    raw = read_write_codec.encode_read_request(epoch, target, rights, reads, verify)
     request = data_pb2.ReadRequest(map_epoch=epoch, target=target, grants=rights, reads=reads, verify=verify)
     assert raw == request.SerializeToString()
     for form in (bytes, bytearray, memoryview):
-        found = data_codec.decode_read_request(form(raw))
+        found = read_write_codec.decode_read_request(form(raw))
         assert (*found[:2], list(found[2]), *found[3:]) == (epoch, target, rights, reads, verify)
 
 
@@ -336,11 +344,11 @@ def test_read_request_matches_protobuf(epoch, target, rights, reads, verify):
     st.one_of(st.binary(min_size=4, max_size=4), st.binary(max_size=20)),
 )
 def test_read_reply_matches_protobuf(epoch, results, checksums):
-    raw = data_codec.encode_read_reply(epoch, bytearray(results), checksums)
+    raw = read_write_codec.encode_read_reply(epoch, bytearray(results), checksums)
     assert (
         raw == data_pb2.ReadReply(map_epoch=epoch, results=results, checksums=checksums).SerializeToString()
     )
-    assert data_codec.decode_read_reply(memoryview(raw)) == (results, checksums)
+    assert read_write_codec.decode_read_reply(memoryview(raw)) == (results, checksums)
 
 
 @settings(max_examples=300, deadline=None)
@@ -354,7 +362,7 @@ def test_read_reply_matches_protobuf(epoch, results, checksums):
     small_or_32,
 )
 def test_write_request_matches_protobuf(epoch, target, grant, writes, checksums, session, slot):
-    raw = data_codec.encode_write_request(epoch, target, grant, writes, checksums, session, slot)
+    raw = read_write_codec.encode_write_request(epoch, target, grant, writes, checksums, session, slot)
     request = data_pb2.WriteRequest(
         map_epoch=epoch,
         target=target,
@@ -365,21 +373,21 @@ def test_write_request_matches_protobuf(epoch, target, grant, writes, checksums,
         slot=slot,
     )
     assert raw == request.SerializeToString()
-    found = data_codec.decode_write_request(raw)
+    found = read_write_codec.decode_write_request(raw)
     assert found in (None, (epoch, target, grant, writes, checksums, session, slot))
     one = 0 < target < 128 and 0 < slot < 128 and epoch and session
     assert (found is not None) >= (
-        one and len(grant) == 60 and len(writes) == data_codec.WRITE_ENTRY.size and len(checksums) == 4
+        one and len(grant) == 60 and len(writes) == read_write_codec.WRITE_ENTRY.size and len(checksums) == 4
     )
 
 
 @settings(max_examples=300, deadline=None)
 @given(numbers64, st.one_of(st.binary(min_size=16, max_size=16), st.binary(max_size=40)))
 def test_write_reply_matches_protobuf(epoch, results):
-    raw = data_codec.encode_write_reply(epoch, bytearray(results))
+    raw = read_write_codec.encode_write_reply(epoch, bytearray(results))
     assert raw == data_pb2.WriteReply(map_epoch=epoch, results=results).SerializeToString()
     for form in (bytes, bytearray, memoryview):
-        assert data_codec.decode_write_reply(form(raw)) == results
+        assert read_write_codec.decode_write_reply(form(raw)) == results
 
 
 def read_by_protobuf(kind, raw, error):
@@ -392,13 +400,13 @@ def read_by_protobuf(kind, raw, error):
 @settings(max_examples=500, deadline=None)
 @given(st.data())
 def test_changed_write_request_is_decoded_like_protobuf(data):
-    raw = data_codec.encode_write_request(7, 3, bytes(range(60)), bytes(40), bytes(4), 9, 5)
-    assert data_codec.decode_write_request(raw) is not None
+    raw = read_write_codec.encode_write_request(7, 3, bytes(range(60)), bytes(40), bytes(4), 9, 5)
+    assert read_write_codec.decode_write_request(raw) is not None
     spoiled = bytearray(raw)
     places = st.sampled_from([0, 9, 10, 11, 12, 73, 74, 115, 116, 121, 130, *range(len(raw))])
     for place in data.draw(st.lists(places, max_size=3)):
         spoiled[place % len(raw)] = data.draw(st.integers(0, 255))
-    found = data_codec.decode_write_request(bytes(spoiled))
+    found = read_write_codec.decode_write_request(bytes(spoiled))
     if found is not None:
         read = data_pb2.WriteRequest.FromString(bytes(spoiled))
         assert found == (
@@ -416,15 +424,18 @@ def test_changed_write_request_is_decoded_like_protobuf(data):
 @settings(max_examples=500, deadline=None)
 @given(st.data())
 def test_changed_messages_are_decoded_like_protobuf(data):
-    request = data_codec.encode_read_request(7, 3, [bytes(range(60))], bytes(24))
-    reply = data_codec.encode_read_reply(7, bytes(16), bytes(4))
+    request = read_write_codec.encode_read_request(7, 3, [bytes(range(60))], bytes(24))
+    reply = read_write_codec.encode_read_reply(7, bytes(16), bytes(4))
     wrote = data_pb2.WriteReply(map_epoch=7, results=bytes(16)).SerializeToString()
-    assert len(wrote) == data_codec._WRITE_REPLY_BYTES
-    assert len(request) == data_codec._READ_REQUEST_BYTES and len(reply) == data_codec._READ_REPLY_BYTES
+    assert len(wrote) == read_write_codec._WRITE_REPLY_BYTES
+    assert (
+        len(request) == read_write_codec._READ_REQUEST_BYTES
+        and len(reply) == read_write_codec._READ_REPLY_BYTES
+    )
     for raw, kind, decode, error in (
-        (request, data_pb2.ReadRequest, data_codec.decode_read_request, errors.InvalidRequest),
-        (reply, data_pb2.ReadReply, data_codec.decode_read_reply, errors.CorruptFrame),
-        (wrote, data_pb2.WriteReply, data_codec.decode_write_reply, errors.CorruptFrame),
+        (request, data_pb2.ReadRequest, read_write_codec.decode_read_request, errors.InvalidRequest),
+        (reply, data_pb2.ReadReply, read_write_codec.decode_read_reply, errors.CorruptFrame),
+        (wrote, data_pb2.WriteReply, read_write_codec.decode_write_reply, errors.CorruptFrame),
     ):
         spoiled = bytearray(raw)
         for place in data.draw(

@@ -15,7 +15,7 @@ from nvpool.poolmap.model import encode_map
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.v1.pool_pb2 import MapReply
-from nvpool.runtime import service as runtime_service
+from nvpool.runtime import daemon_lifecycle as runtime_service
 from nvpool.security.tls import PLAIN_TEXT
 from tests.unit.poolmap.chains.test_chain_placement import a_pool
 

@@ -15,8 +15,8 @@ import pytest
 import nvpool
 from nvpool.client.state.options import ClientOptions
 from nvpool.core.errors import ChecksumMismatch, QuotaExceeded
-from nvpool.sdk.aio import AsyncFileSystem
-from nvpool.testing.fakes.served_pool import Served
+from nvpool.sdk.async_filesystem import AsyncFileSystem
+from nvpool.testing.fakes.unix_socket_pool import Served
 
 OLD = b"what was there before"
 GAPS = memoryview(bytes(16))[::2]

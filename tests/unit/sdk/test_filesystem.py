@@ -19,7 +19,7 @@ import pytest
 import nvpool
 from nvpool.client.state.options import ClientOptions
 from nvpool.core.units import KIB
-from nvpool.testing.fakes.served_pool import Served
+from nvpool.testing.fakes.unix_socket_pool import Served
 
 
 @pytest.fixture(scope="module")

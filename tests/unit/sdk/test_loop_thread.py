@@ -10,7 +10,7 @@ import pytest
 
 import nvpool
 from nvpool.sdk.loop_thread import _Call
-from nvpool.testing.fakes.served_pool import Served
+from nvpool.testing.fakes.unix_socket_pool import Served
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import pytest
 import nvpool
 from nvpool.client.state.options import ClientOptions
 from nvpool.poolmap.model import encode_map
-from nvpool.sdk.aio import AsyncFileSystem
-from nvpool.sdk.pool_origin import origin_of
-from nvpool.testing.fakes.served_pool import Served
+from nvpool.sdk.async_filesystem import AsyncFileSystem
+from nvpool.sdk.connect_argument import origin_of
+from nvpool.testing.fakes.unix_socket_pool import Served
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,14 @@ import random
 import pytest
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller, FileHandle
+from nvpool.client.state.vfs_types import Caller, FileHandle
 from nvpool.core.errors import AccessDenied, Disconnected, NameTooLong, NotADirectory, NotFound, NvpoolError
 from nvpool.core.ids import ROOT_INODE
 from nvpool.meta.server.service import MetaOptions
 from nvpool.poolmap.shards import partition_moves
 from nvpool.rpc.v1 import meta_pb2
 from nvpool.rpc.v1.wire_pb2 import Method
-from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.sdk.async_filesystem import AsyncFileSystem
 from tests.unit.client.state.test_small_file_cache import ME, Case, Standing, put, run
 
 OPTIONS = ClientOptions(deadline_s=10.0, release_s=0.01)

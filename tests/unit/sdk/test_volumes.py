@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import CrossesVolumes, InUse, InvalidRequest, NoSpace, NotFound, QuotaExceeded
 from nvpool.core.ids import partition_of
 from nvpool.core.units import MIB
-from nvpool.sdk.aio import AsyncFileSystem
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.sdk.async_filesystem import AsyncFileSystem
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 ROOT = Caller(0, 0)
 

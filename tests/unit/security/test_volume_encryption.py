@@ -13,21 +13,21 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.checksum import piece_checksums
 from nvpool.core.errors import BadConfiguration, CorruptRecord, InvalidRequest, KeyMissing
 from nvpool.core.grants import ENCRYPTED, WRITE
 from nvpool.core.units import BLOCK_BYTES, KIB, MIB
 from nvpool.meta.state.volume_records import ENCRYPTED as ENCRYPTED_FLAG
 from nvpool.meta.state.volume_records import VolumeRecord, decode_volume, encode_volume
-from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.sdk.async_filesystem import AsyncFileSystem
 from nvpool.security import xts
 from nvpool.security.volume_keys import WRAPPED_BYTES, PoolKeys, identity_of, wrapped_by
 from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks.api import create_chunk_store
 from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.memory_store import MemoryChunkStore
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 ROOT = Caller(0, 0)
 MARK = b"nobody may find this on a drive "

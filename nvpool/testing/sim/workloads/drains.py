@@ -14,9 +14,9 @@ from contextlib import suppress
 from nvpool.core.errors import InvalidRequest
 from nvpool.poolmap.chains.rebalance import with_goals
 from nvpool.poolmap.chains.transitions import named, with_desired_state
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import PoolMap
-from nvpool.testing.sim.management import until_changed
+from nvpool.testing.sim.control_plane import until_changed
 from nvpool.testing.sim.pool import SimPool
 
 ENDS_S = 240

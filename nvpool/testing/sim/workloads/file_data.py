@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
-from nvpool.client.session import Client
-from nvpool.client.state.types import KEEP_SIZE, PUNCH_HOLE, Caller
+from nvpool.client.pool_client import Client
+from nvpool.client.state.vfs_types import KEEP_SIZE, PUNCH_HOLE, Caller
 from nvpool.core.errors import InvariantBroken, LockLost, NoSpace
-from nvpool.core.posix.byte_ranges import EXCLUSIVE, UNLOCKED
-from nvpool.meta.state.append_order import APPEND_S
+from nvpool.core.posix.byte_range_locks import EXCLUSIVE, UNLOCKED
+from nvpool.meta.state.append_reservations import APPEND_S
 from nvpool.testing.sim.linearizability import (
     INITIAL,
     RegisterOperation,
@@ -28,8 +28,8 @@ from nvpool.testing.sim.linearizability import (
     without_looks_at_unanswered_cuts,
     without_what_was_seen_too_early,
 )
-from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.pool import CHUNK_BYTES
+from nvpool.testing.sim.virtual_time_loop import VirtualLoop
 
 ROOT = 1
 BLOCK = 4096

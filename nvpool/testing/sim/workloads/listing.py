@@ -14,7 +14,7 @@ import os
 import stat
 from dataclasses import dataclass, field
 
-from nvpool.client.session import Client
+from nvpool.client.pool_client import Client
 from nvpool.core.errors import (
     AlreadyExists,
     DirectoryNotEmpty,

@@ -15,12 +15,12 @@ import os
 from collections.abc import Awaitable, Sequence
 from types import SimpleNamespace
 
-from nvpool.client.session import Client
+from nvpool.client.pool_client import Client
 from nvpool.core.errors import CrossesVolumes, InvariantBroken, NotFound, NvpoolError, QuotaExceeded, Refused
 from nvpool.sdk.volumes import AsyncVolumes
 from nvpool.sdk.volumes import Volume as Shown
-from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.pool import CHUNK_BYTES, SimPool
+from nvpool.testing.sim.virtual_time_loop import VirtualLoop
 from nvpool.testing.sim.workloads.file_data import CALLER, ROOT, Act, SimulatedClient, Work
 
 FILES, BYTES = (5, 14), (2 * CHUNK_BYTES, 8 * CHUNK_BYTES)

@@ -12,8 +12,8 @@ import time
 import click
 import pytest
 
-from nvpool.cli import known_pools
 from nvpool.cli import main as cli_main
+from nvpool.cli import pool_suggestions
 from nvpool.cli.pool_path import PlaceType
 from nvpool.core.errors import AccessDenied, InvalidRequest, NotFound, with_pool
 from nvpool.core.programs import Program, command
@@ -180,11 +180,14 @@ def stopped(tmp_path_factory):
 
 
 def test_running_pools_are_suggested(monkeypatch, tmp_path):
-    monkeypatch.setattr(known_pools, "running", lambda: ["/srv/models", "10.0.0.1:17512"])
-    assert known_pools.remedy_for(str(tmp_path / "x")) == "pools on this machine: /srv/models, 10.0.0.1:17512"
-    assert known_pools.remedy_for("/srv/model").startswith("did you mean /srv/models?")
-    monkeypatch.setattr(known_pools, "running", list)
-    assert "no pool runs on this machine" in known_pools.remedy_for(str(tmp_path / "x"))
+    monkeypatch.setattr(pool_suggestions, "running", lambda: ["/srv/models", "10.0.0.1:17512"])
+    assert (
+        pool_suggestions.remedy_for(str(tmp_path / "x"))
+        == "pools on this machine: /srv/models, 10.0.0.1:17512"
+    )
+    assert pool_suggestions.remedy_for("/srv/model").startswith("did you mean /srv/models?")
+    monkeypatch.setattr(pool_suggestions, "running", list)
+    assert "no pool runs on this machine" in pool_suggestions.remedy_for(str(tmp_path / "x"))
 
 
 @pytest.mark.parametrize("words", ["config show", "config check"])
@@ -386,7 +389,7 @@ def _names(pid: str, place: str) -> bool:
 
 
 def test_interrupted_dev_up_keeps_an_existing_pool(tmp_path, capfd):
-    from nvpool.cli.dev_rollback import Undoing
+    from nvpool.cli.dev_up_rollback import Undoing
     from nvpool.host.pool_directory import PoolDirectory
 
     place = tmp_path / "pool"
@@ -444,7 +447,7 @@ def test_dev_up_checks_the_mount_point_first(tmp_path, capfd, kind, said):
 
 
 def test_failed_dev_up_names_what_remains(tmp_path, capfd):
-    from nvpool.cli.dev_rollback import Undoing
+    from nvpool.cli.dev_up_rollback import Undoing
     from nvpool.host.pool_directory import PoolDirectory
 
     place = tmp_path / "pool"

@@ -13,7 +13,7 @@ from nvpool.cli import pool_connection
 from nvpool.cli.commands.node import node
 from nvpool.core.errors import Unreachable
 from nvpool.host.pool_directory import PoolDirectory
-from nvpool.host.processes import identity_of
+from nvpool.host.process_identity import identity_of
 from nvpool.poolmap.model import Drive, Node, Target, encode_map
 from nvpool.testing.contracts.coordinator import first_map
 

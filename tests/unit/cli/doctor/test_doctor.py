@@ -13,7 +13,7 @@ from nvpool.cli.doctor import drive as doctor_drive
 from nvpool.cli.doctor import machine as doctor_machine
 from nvpool.cli.doctor import network_mtu
 from nvpool.cli.doctor import pool as doctor_pool
-from nvpool.cli.doctor.check import BAD, OK, WARN, all_of
+from nvpool.cli.doctor.check_results import BAD, OK, WARN, all_of
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.programs import Program, command
 from nvpool.host.mountinfo import Mount

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from nvpool.cli.doctor import rdma as doctor_rdma
-from nvpool.cli.doctor.check import BAD, OK, WARN, Check
+from nvpool.cli.doctor.check_results import BAD, OK, WARN, Check
 from nvpool.cli.doctor.command import doctor
 from nvpool.rpc.transports import ucx
 

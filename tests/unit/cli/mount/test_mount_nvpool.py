@@ -12,7 +12,7 @@ from nvpool.cli.mount.command import mount
 from nvpool.cli.mount.mount_nvpool import main, parse
 from nvpool.core.errors import InvalidRequest
 from nvpool.core.programs import Program, command
-from nvpool.fuse.kernel import attach
+from nvpool.fuse.kernel import mount as kernel_mount
 from nvpool.fuse.mount_point import MountOptions
 from nvpool.mountd.arguments import is_read_only, parse_words
 
@@ -153,15 +153,15 @@ def test_unknown_option_is_refused_with_the_valid_ones(option, said, capsys):
 
 
 def test_flags_match_those_of_a_mount():
-    assert mount_nvpool.FLAGS == attach._FLAGS and set(mount_nvpool.PASSED) == attach._WORDS
-    assert mount_nvpool.PASSED_VALUES == attach._VALUES
+    assert mount_nvpool.FLAGS == kernel_mount._FLAGS and set(mount_nvpool.PASSED) == kernel_mount._WORDS
+    assert mount_nvpool.PASSED_VALUES == kernel_mount._VALUES
 
 
 def test_quoted_commas_are_kept_in_options():
     context = 'context="system_u:object_r:x:s0:c1,ro,c2"'
     found = parsed("h:/x", "noexec", context)
     words = parse_words(["/pool", "/mnt/none-here", *found.words])
-    flags, passed = attach._parsed(MountOptions("p", allow_other=False, extra=tuple(words.extra)))
+    flags, passed = kernel_mount._parsed(MountOptions("p", allow_other=False, extra=tuple(words.extra)))
     assert passed[1:] == [context] and flags & 8 and not flags & 1
     assert not is_read_only(words) and not mount_nvpool._was_read_only(list(found.words))
 

@@ -9,11 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from nvpool.client.data.hedging_policy import Hedging
+from nvpool.client.data.read_queue import Lane
 from nvpool.client.data.replica_choice import BUSIER, ELSEWHERE, HERE, SAME_RACK, SHUN_S, SLOW_S_MIN, Replicas
-from nvpool.client.data.target_queue import Lane
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.poolmap.model import Node, PoolMap
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 RACKS = {1: "a", 2: "a", 3: "b", 4: ""}
 

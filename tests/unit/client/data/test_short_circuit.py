@@ -17,7 +17,7 @@ import pytest
 from nvpool.blockio.reader import cached_pages
 from nvpool.client.data import short_circuit
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
+from nvpool.client.state.vfs_types import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
 from nvpool.core.errors import AccessDenied, ChecksumMismatch, NotSupported, Unreachable
 from nvpool.core.units import KIB, MIB
 from nvpool.rpc.fd_passing import Handover, path_beside, take
@@ -25,7 +25,7 @@ from nvpool.rpc.peer_roles import credentials_of
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.store.chunks import api as store_api
 from nvpool.store.chunks import block_store
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 ME = Caller(0, 0)
 BLOCK = 4096

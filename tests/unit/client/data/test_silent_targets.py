@@ -13,17 +13,17 @@ from contextlib import asynccontextmanager
 import pytest
 from msgspec.structs import replace
 
-from nvpool.client.data import extents as client_extents
+from nvpool.client.data import chunk_ranges as client_extents
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import Busy, Unreachable, WrongTarget
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB, MIB
 from nvpool.meta import store_client as meta_targets
 from nvpool.poolmap.chains.transitions import died, returned
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.rpc import connection_pool
-from nvpool.rpc.registry import transport
+from nvpool.rpc.transport_registry import transport
 from nvpool.rpc.transports.frame import HELLO
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.store.replication import transfer_client

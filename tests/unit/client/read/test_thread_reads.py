@@ -12,7 +12,7 @@ import time
 import pytest
 
 import nvpool
-from nvpool.client.read import threads as read_threads
+from nvpool.client.read import caller_thread_reads as read_threads
 from nvpool.client.state.options import ClientOptions
 from nvpool.core import errors
 from nvpool.core.units import MIB
@@ -20,7 +20,7 @@ from nvpool.rpc.api import Greeting
 from nvpool.rpc.transports.stream import StreamTransport, UnixStreamTransport
 from nvpool.rpc.transports.sync_stream import BlockingConnection
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 BLOCK = 4096
 CONTENT = random.Random(7).randbytes(3 * MIB + 5000)

@@ -7,15 +7,15 @@ from contextlib import asynccontextmanager
 import pytest
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import Disconnected, InvalidRequest
 from nvpool.core.ids import ROOT_INODE
 from nvpool.meta.server.service import MetaOptions
 from nvpool.meta.sessions.table import HELD_ALL_MAX, HELD_MAX, Session, Sessions, handles_of, inodes_of
 from nvpool.meta.state.session_records import SessionRecord
 from nvpool.rpc.v1 import wire_pb2
-from nvpool.sdk.aio import AsyncFileSystem
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.sdk.async_filesystem import AsyncFileSystem
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 ME = Caller(0, 0)
 LEASE_S = 1.5

@@ -14,7 +14,7 @@ from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.transports.inproc import InprocTransport
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
-from nvpool.sdk.admin.calls import AdminCalls
+from nvpool.sdk.admin.daemon_calls import AdminCalls
 from nvpool.testing.contracts.transport import RecordingHandler, refused, soon, until
 from tests.unit.poolmap.chains.test_chain_placement import a_pool
 

@@ -5,13 +5,13 @@ import os
 
 import pytest
 
-from nvpool.client.session import Client
+from nvpool.client.pool_client import Client
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import MIB
 from nvpool.shm.mount_state import KeptMemory
-from nvpool.testing.fakes.local_pool import run
+from nvpool.testing.fakes.in_process_pool import run
 from tests.unit.client.state.test_small_file_cache import until
 
 ME = Caller(0, 0)

@@ -7,12 +7,12 @@ import json
 
 import pytest
 
-from nvpool.client.session import Client
+from nvpool.client.pool_client import Client
 from nvpool.client.state.options import ClientOptions, configured
 from nvpool.core.config import ClientSection
 from nvpool.core.errors import BadConfiguration
 from nvpool.poolmap.model import encode_map
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 OF_THE_MOUNT = {"attr_timeout_s", "entry_timeout_s", "engine", "workers"}
 CHANGED = {

@@ -10,17 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from nvpool.client.session import Client
+from nvpool.client.pool_client import Client
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.clock import SystemClock
 from nvpool.core.errors import Disconnected, NotFound
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB
 from nvpool.meta.server.service import MetaOptions
 from nvpool.rpc.v1.wire_pb2 import Method
-from nvpool.sdk.aio import AsyncFileSystem
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.sdk.async_filesystem import AsyncFileSystem
+from nvpool.testing.fakes.in_process_pool import LocalPool
 from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(1000, 1000)

@@ -8,7 +8,7 @@ import pytest
 
 from nvpool.core.errors import Disconnected, LockLost, NvpoolError
 from nvpool.core.ids import ROOT_INODE
-from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, SHARED, UNLOCKED
+from nvpool.core.posix.byte_range_locks import EXCLUSIVE, LAST_BYTE, SHARED, UNLOCKED
 from tests.unit.client.state.test_small_file_cache import EXACT, ME, Case, get, put, run
 
 

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import (
     BadHandle,
     BeyondData,
@@ -22,13 +22,13 @@ from nvpool.core.errors import (
     WouldDeadlock,
 )
 from nvpool.core.ids import ROOT_INODE
-from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, SHARED, UNLOCKED
+from nvpool.core.posix.byte_range_locks import EXCLUSIVE, LAST_BYTE, SHARED, UNLOCKED
 from nvpool.core.units import KIB
 from nvpool.meta.server import service as meta_service
 from nvpool.meta.server.service import MetaOptions
 from nvpool.meta.state.lock_table import TURN_S
 from nvpool.rpc.v1 import wire_pb2
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 ME = Caller(0, 0)
 OPTIONS = ClientOptions(deadline_s=5.0, release_s=0.01)

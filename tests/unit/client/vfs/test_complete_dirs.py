@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from nvpool.client.vfs import complete_dirs, prefetch_policy
+from nvpool.client.vfs import complete_dirs, lookup_prefetch
 from nvpool.core.errors import NameTooLong, NotFound
 from nvpool.core.ids import ROOT_INODE
 from tests.unit.client.state.test_small_file_cache import EXACT, ME, Case, run
@@ -123,7 +123,7 @@ def test_names_changed_during_the_listing_are_known(monkeypatch):
 
 
 def test_large_directory_is_not_listed_for_a_few_names(monkeypatch):
-    monkeypatch.setattr(prefetch_policy, "MISSES_MIN", 1 << 30)  # nor because the names are in sequence
+    monkeypatch.setattr(lookup_prefetch, "MISSES_MIN", 1 << 30)  # nor because the names are in sequence
     large = complete_dirs.NAMES_FOR_ONE * complete_dirs.MADE_MIN
 
     async def main() -> None:

@@ -9,8 +9,8 @@ import random
 import pytest
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.vfs import prefetch_policy
-from nvpool.client.vfs.prefetch_policy import SHARE, LookupPrefetch
+from nvpool.client.vfs import lookup_prefetch
+from nvpool.client.vfs.lookup_prefetch import SHARE, LookupPrefetch
 from nvpool.core.errors import CorruptFrame, NotFound
 from nvpool.core.grants import GRANT_BYTES
 from nvpool.core.ids import ROOT_INODE
@@ -18,7 +18,7 @@ from nvpool.meta.server.service import MetaOptions
 from nvpool.meta.state.volume_records import LISTED, VolumeRecord
 from nvpool.rpc.messages.direntries import DirectoryPage, pack_entry
 from nvpool.rpc.v1.meta_pb2 import Attr
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 from tests.unit.client.state.test_small_file_cache import EXACT, ME, Case, get, put, run
 from tests.unit.client.vfs.test_lookup_batcher import outcome_of
 
@@ -28,7 +28,7 @@ META = MetaOptions(watch_s=30.0)
 @pytest.fixture(autouse=True)
 def only_by_name(monkeypatch):
     """Disable prefetching of successive names: these tests are about look-ups in no order."""
-    monkeypatch.setattr(prefetch_policy, "MISSES_MIN", 1 << 30)
+    monkeypatch.setattr(lookup_prefetch, "MISSES_MIN", 1 << 30)
 
 
 async def filled(vfs, count: int, parent: int = ROOT_INODE, **named) -> tuple[int, list[bytes]]:

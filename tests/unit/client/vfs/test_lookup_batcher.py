@@ -8,17 +8,17 @@ import os
 import pytest
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import BadHandle, Disconnected, NotFound, NvpoolError, StaleSession
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB
-from nvpool.meta.operations import lookup as lookup_operations
+from nvpool.meta.operations import queries as lookup_operations
 from nvpool.meta.server.service import MetaOptions
 from nvpool.meta.state import records
 from nvpool.rpc.api import Call
 from nvpool.rpc.v1 import meta_pb2
 from nvpool.rpc.v1.wire_pb2 import Method
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 from tests.unit.client.state.test_small_file_cache import EXACT, LONG, ME, Case, put, run, state_of, until
 
 

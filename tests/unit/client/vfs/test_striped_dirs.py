@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import RENAME_EXCHANGE, Caller
+from nvpool.client.state.vfs_types import RENAME_EXCHANGE, Caller
 from nvpool.core.errors import (
     AlreadyExists,
     CorruptRecord,
@@ -20,7 +20,7 @@ from nvpool.core.errors import (
     WouldLoop,
 )
 from nvpool.core.ids import ROOT_INODE
-from nvpool.meta.fsck.dump import line_of, record_of
+from nvpool.meta.dump import line_of, record_of
 from nvpool.meta.state import records
 from nvpool.meta.state.striped_dirs import StripeCounts, decode_part, encode_part, part_of
 from nvpool.poolmap.model import changed
@@ -29,7 +29,7 @@ from nvpool.poolmap.shards.partitions import partition_of_name
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.sdk.dump import dump, load
 from nvpool.sdk.fsck.check import Checkup, check_metadata
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0)

@@ -9,12 +9,12 @@ import os
 import pytest
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import NoSpace, NvpoolError, WritesLost
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB, MIB
 from nvpool.rpc.v1 import wire_pb2
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(1000, 1000)

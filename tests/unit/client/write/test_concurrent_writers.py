@@ -9,10 +9,10 @@ import random
 import pytest
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB, MIB
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(0, 0)

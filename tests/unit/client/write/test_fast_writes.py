@@ -1,7 +1,7 @@
 """First writes and closes of small files over frames.
 
 The compiled code and the Python code send the same bytes and keep the same accounting, whatever the replies are.
-tests/unit/client/rpc/test_fast_changes.py tests the same over any connection."""
+tests/unit/client/rpc/test_change_fast_path.py tests the same over any connection."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from contextlib import asynccontextmanager
 import pytest
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.client.write import fast_writes
 from nvpool.client.write.crash_journal import Keeping
 from nvpool.core.checksum import piece_checksums
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import LockLost, NoSpace
 from nvpool.core.ids import ROOT_INODE
-from nvpool.poolmap.layout import chain_of
-from nvpool.rpc.messages.data_codec import WRITE_ENTRY, encode_write_reply, encode_write_request
-from nvpool.rpc.transports import fast_replies
+from nvpool.poolmap.file_layout import chain_of
+from nvpool.rpc.messages.read_write_codec import WRITE_ENTRY, encode_write_reply, encode_write_request
+from nvpool.rpc.transports import frame_fast_path
 from nvpool.rpc.transports.frame import EMPTY, REQUEST, pack_head, read_head
 from nvpool.rpc.v1 import meta_pb2
 from nvpool.rpc.v1.wire_pb2 import DATA_WRITE, META_REPORT
 from nvpool.shm.mount_state import KeptMemory, Word
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 ME = Caller(5, 6)
 packing = fast_writes._fast_writes
@@ -90,7 +90,7 @@ def test_report_is_encoded_as_by_protobuf():
 def way(request, monkeypatch):
     if request.param == "ordinary":
         monkeypatch.setattr(fast_writes, "_fast_writes", None)
-        monkeypatch.setattr(fast_replies, "_frame", None)
+        monkeypatch.setattr(frame_fast_path, "_frame", None)
     return request.param
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core import errors
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.posix import acl
@@ -22,7 +22,7 @@ from nvpool.sdk.fsck.check import Checkup, check_metadata
 from nvpool.sdk.transfer.export_tree import export_tree
 from nvpool.sdk.transfer.import_tree import import_tree
 from nvpool.sdk.transfer.progress import TransferOptions, TransferProgress
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 ME = Caller(1000, 100)
 MASKED = Caller(1000, 100, umask=0o077)
@@ -407,7 +407,7 @@ def test_unnamed_file_is_deleted_when_closed():
 
 def test_unnamed_file_counts_against_its_quota():
     async def main(pool, vfs, top):
-        from nvpool.sdk.aio import AsyncFileSystem
+        from nvpool.sdk.async_filesystem import AsyncFileSystem
 
         fs = AsyncFileSystem(await pool.client("fs", OPTIONS), Caller(0, 0))
         inode = (await fs.volumes.create("v", bytes_max=1 << 20, files_max=1)).inode

@@ -20,12 +20,12 @@ from nvpool.core.errors import (
     Unreachable,
 )
 from nvpool.kv.journal import encode
-from nvpool.kv.replication.member import MemberKv, peek, records_of
+from nvpool.kv.replication.member_engine import MemberKv, peek, records_of
 from nvpool.kv.replication.standby import Group, StandbyKv
 from nvpool.kv.replication_log import Position, ReplicationHistory, Tail, TermRun, runs_of
 from nvpool.poolmap.shards import members as shard_members
 from nvpool.testing.contracts.kv import everything
-from nvpool.testing.fakes.shard_members import OPTIONS, QUICK, Members
+from nvpool.testing.fakes.shard_replication import OPTIONS, QUICK, Members
 
 PATIENT = replace(QUICK, silent_s=30.0)
 """For tests that must not fail when a busy machine makes a standby silent for a moment."""

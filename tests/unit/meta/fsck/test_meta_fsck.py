@@ -9,7 +9,7 @@ import pytest
 from nvpool.core.errors import InUse, InvalidRequest, StaleCursor
 from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.core.ids import counter_of, inode_number, partition_of
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.meta.state import records, session_records
 from nvpool.rpc.v1 import meta_pb2 as pb

@@ -8,7 +8,7 @@ import pytest
 from nvpool.core.errors import CorruptRecord, InvalidRequest, NvpoolError
 from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.core.ids import inode_number
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.server.service import MetaService
 from nvpool.meta.state import records, session_records
 from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map

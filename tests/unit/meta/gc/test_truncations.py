@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from nvpool.core.clock import ManualClock
 from nvpool.core.units import CHAINS_PER_TABLE
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.gc.truncations import Cuts
 from nvpool.meta.migration.ownership import PartitionOwnership
 from nvpool.meta.state.lock_table import LockTable

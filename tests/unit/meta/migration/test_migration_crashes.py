@@ -9,13 +9,13 @@ import random
 import pytest
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.ids import ROOT_INODE
 from nvpool.meta.server.service import MetaOptions
 from nvpool.poolmap.shards import partition_moves
 from nvpool.poolmap.shards.partitions import partition_of_directory
 from nvpool.sdk.fsck.check import Checkup, check_metadata
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=120.0)

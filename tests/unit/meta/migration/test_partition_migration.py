@@ -10,17 +10,17 @@ from types import SimpleNamespace
 import pytest
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import Busy
 from nvpool.core.ids import ROOT_INODE, inode_number, partition_of
-from nvpool.core.posix.byte_ranges import EXCLUSIVE, RECORD, SHARED, UNLOCKED
+from nvpool.core.posix.byte_range_locks import EXCLUSIVE, RECORD, SHARED, UNLOCKED
 from nvpool.core.units import PARTITION_COUNT
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.migration.cleanup import Leaving
 from nvpool.meta.migration.ownership import PartitionOwnership
 from nvpool.meta.migration.sessions import bring_all, sessions_to_move
-from nvpool.meta.sessions.lock_waiters import LockWaits
+from nvpool.meta.sessions.lock_service import LockWaits
 from nvpool.meta.sessions.table import Sessions
 from nvpool.meta.state.lock_table import LockTable, Owner
 from nvpool.meta.state.records import (
@@ -37,7 +37,7 @@ from nvpool.meta.state.transaction import View
 from nvpool.poolmap.model import MAP_FORMAT, PartitionRange, PoolMap, PoolSettings
 from nvpool.poolmap.shards import partition_moves
 from nvpool.poolmap.shards.partitions import partition_of_directory
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=60.0)

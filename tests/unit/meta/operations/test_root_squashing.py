@@ -13,7 +13,7 @@ from nvpool.core.errors import AccessDenied, NoAttribute, NotPermitted
 from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.core.member_names import NOBODY, check_member, new_member, squashes_root, user_in, users_of
 from nvpool.core.posix.acl import ACCESS, GROUP, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, AclEntry, encode_acl
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.operations import permissions
 from nvpool.meta.operations import setattr as valid
 from nvpool.meta.server.service import MetaService

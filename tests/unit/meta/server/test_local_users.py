@@ -20,7 +20,7 @@ from nvpool.core.errors import (
 )
 from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.core.posix.acl import ACCESS, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, AclEntry, encode_acl
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.operations import setattr as valid
 from nvpool.meta.server import local_user_permissions
 from nvpool.meta.server.dispatch_table import CHANGES, QUERIES

@@ -15,10 +15,10 @@ from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
 from nvpool.core.errors import Bug, Busy, CorruptRecord, DriveFailed, Fenced, NoSpace, NotFound, TooManyOpen
 from nvpool.core.grants import EPOCH_MASK, read, volume_tag
 from nvpool.kv.engine import LmdbKv, LmdbOptions
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.server import fast_path as meta_fast_path
-from nvpool.meta.server.member import _MemberFastPath as member_fast_path
 from nvpool.meta.server.service import MetaOptions, MetaService
+from nvpool.meta.server.shard_member import _MemberFastPath as member_fast_path
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
 from nvpool.meta.state.transaction import fill_attr
@@ -26,8 +26,8 @@ from nvpool.rpc.api import Greeting
 from nvpool.rpc.error_codec import decode_error
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX, Answerer
 from nvpool.rpc.peer_roles import Credentials, Peer
-from nvpool.rpc.registry import transport
 from nvpool.rpc.stats import ReplyStats
+from nvpool.rpc.transport_registry import transport
 from nvpool.rpc.transports.frame import EMPTY, HELLO, REPLY, REQUEST, pack_head, read_head
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire

@@ -8,10 +8,10 @@ import pytest
 from nvpool.core import errors, grants, ids
 from nvpool.core.clock import ManualClock
 from nvpool.core.ids import ROOT_INODE as ROOT
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.meta.state import records
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import PartitionRange, changed
 from nvpool.poolmap.model import Shard as MapShard
 from nvpool.rpc.messages.direntries import DirectoryPage

@@ -12,12 +12,12 @@ from nvpool.core.errors import AlreadyExists, InvalidRequest, StaleEpoch, StaleG
 from nvpool.core.grants import READ, SERVICE, Grant, read, sign
 from nvpool.kv.options import LmdbOptions
 from nvpool.kv.replication.commit_mark import CommitMark
-from nvpool.kv.replication.member import MemberKv
+from nvpool.kv.replication.member_engine import MemberKv
 from nvpool.kv.replication.standby import StandbyKv
 from nvpool.kv.replication_log import Position, ReplicationHistory
 from nvpool.meta.server.commit_gate import Gate
-from nvpool.meta.server.member import MemberOptions, ShardMember
 from nvpool.meta.server.replication_rpc import PrimaryService, StandbyService
+from nvpool.meta.server.shard_member import MemberOptions, ShardMember
 from nvpool.meta.service_auth import AuthorityCheck, ServiceRight
 from nvpool.node.coordination.leadership import Leadership
 from nvpool.node.coordination.shard_failover import HEARD_S, LEASE_S, ShardKeeper

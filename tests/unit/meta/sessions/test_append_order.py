@@ -8,10 +8,10 @@ from nvpool.core import errors
 from nvpool.core.clock import ManualClock
 from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.core.units import WITHDRAW_ANY
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.meta.state import records
-from nvpool.meta.state.append_order import APPEND_S
+from nvpool.meta.state.append_reservations import APPEND_S
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
 

@@ -10,7 +10,7 @@ from nvpool.core.errors import NotFound
 from nvpool.core.ids import ROOT_INODE
 from nvpool.meta.server.service import MetaOptions
 from nvpool.meta.sessions.lease_table import Watches
-from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.v1 import meta_pb2
 from tests.unit.client.state.test_small_file_cache import ME, Case, Standing, run, state_of
 
@@ -34,7 +34,7 @@ class Asked:
 
     @property
     def inodes(self) -> list[int]:
-        return list(data_codec.unpack_inodes(self.answer.inodes))
+        return list(read_write_codec.unpack_inodes(self.answer.inodes))
 
 
 class Shard:

@@ -7,8 +7,8 @@ import pytest
 
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import TooManyLocks, TooManyOpen
-from nvpool.core.posix.byte_ranges import EXCLUSIVE
-from nvpool.kv.memory import MemoryKv
+from nvpool.core.posix.byte_range_locks import EXCLUSIVE
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.operations.setattr import MODE
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.server.service import MetaService

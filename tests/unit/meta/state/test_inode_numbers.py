@@ -7,7 +7,7 @@ import pytest
 
 from nvpool.core.errors import Unavailable
 from nvpool.kv.engine import LmdbKv, LmdbOptions
-from nvpool.meta.state.ids import RESERVED, Numbers
+from nvpool.meta.state.id_allocation import RESERVED, Numbers
 
 
 def test_waiters_share_one_reservation(tmp_path):

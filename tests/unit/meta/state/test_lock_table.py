@@ -9,7 +9,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import TooManyLocks, WouldDeadlock
-from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, UNLOCKED, WHOLE, LockRange
+from nvpool.core.posix.byte_range_locks import (
+    EXCLUSIVE,
+    LAST_BYTE,
+    RECORD,
+    SHARED,
+    UNLOCKED,
+    WHOLE,
+    LockRange,
+)
 from nvpool.meta.state import lock_table, records
 from nvpool.meta.state.lock_table import FAIR_S, SILENT_S, TURN_S, LockTable, Owner
 

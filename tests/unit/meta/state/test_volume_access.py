@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import AccessDenied
 from nvpool.core.grants import GRANT_BYTES
 from nvpool.core.ids import ROOT_INODE
-from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.messages.direntries import ENTRY
 from nvpool.rpc.peer_roles import Credentials
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
-from nvpool.sdk.aio import AsyncFileSystem
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.sdk.async_filesystem import AsyncFileSystem
+from nvpool.testing.fakes.in_process_pool import LocalPool
 from nvpool.testing.fakes.meta_shard import PEER, DirectCall
 
 GRANTED, UNGRANTED, NODE, NOBODY = "client/reader.0a1b2c3d", "client/other.0a1b2c3d", "node/1", ""
@@ -57,7 +57,9 @@ async def session_of(meta, member: str) -> int:
 async def reported_names(meta, member: str, directory: int, inode: int) -> list[bytes]:
     call = DirectCall(
         wire.META_NAMES,
-        pb.NamesRequest(inodes=data_codec.pack_inodes([inode]), directory=directory).SerializeToString(),
+        pb.NamesRequest(
+            inodes=read_write_codec.pack_inodes([inode]), directory=directory
+        ).SerializeToString(),
     )
     call.peer = PEER._replace(member=member)
     meta.handle(call)
@@ -68,7 +70,9 @@ async def reported_attributes(meta, member: str, session: int, inodes: list[int]
     """Inodes of the list whose attributes the member gets, although it knows only their numbers."""
     call = DirectCall(
         wire.META_GETATTR_MANY,
-        pb.GetAttrManyRequest(session=session, inodes=data_codec.pack_inodes(inodes)).SerializeToString(),
+        pb.GetAttrManyRequest(
+            session=session, inodes=read_write_codec.pack_inodes(inodes)
+        ).SerializeToString(),
     )
     call.peer = PEER._replace(member=member)
     meta.handle(call)
@@ -153,7 +157,7 @@ async def reported_tokens(
         DirectCall(
             wire.META_GETATTR_MANY,
             pb.GetAttrManyRequest(
-                session=session, inodes=data_codec.pack_inodes(inodes), rights=3
+                session=session, inodes=read_write_codec.pack_inodes(inodes), rights=3
             ).SerializeToString(),
         ),
     ]

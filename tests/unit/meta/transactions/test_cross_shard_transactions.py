@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from nvpool.client.inode_paths import PathFinder
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import (
     AlreadyExists,
     Busy,
@@ -30,7 +30,7 @@ from nvpool.meta.transactions import coordinator, participant
 from nvpool.meta.transactions.peer_shards import id_message
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0)

@@ -10,7 +10,7 @@ import pytest
 
 from nvpool.client.state.options import ClientOptions
 from nvpool.core.errors import NotFound, NvpoolError
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.server.service import MetaOptions
 from nvpool.meta.transactions import participant
 from nvpool.testing.env.pool import problems_of

@@ -7,10 +7,10 @@ import errno
 
 import pytest
 
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import QuotaExceeded, ReadOnly
 from nvpool.core.ids import partition_of
-from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.sdk.async_filesystem import AsyncFileSystem
 from nvpool.sdk.fsck.check import check_metadata
 from nvpool.sdk.fsck.report import Checkup
 from tests.unit.meta.migration.test_partition_migration import OPTIONS, Moving, run

@@ -8,12 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import AccessDenied, InvalidRequest, StaleSession, Unavailable
 from nvpool.core.grants import READ, WRITE
 from nvpool.core.ids import ROOT_INODE
-from nvpool.core.posix.byte_ranges import EXCLUSIVE
+from nvpool.core.posix.byte_range_locks import EXCLUSIVE
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.server.service import MetaService
 from nvpool.meta.state.volume_records import LISTED, SEALED, VolumeRecord
@@ -21,8 +21,8 @@ from nvpool.meta.volumes import revocation
 from nvpool.meta.volumes.revocation import ALL, Revocations, lost_rights
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
-from nvpool.sdk.aio import AsyncFileSystem
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.sdk.async_filesystem import AsyncFileSystem
+from nvpool.testing.fakes.in_process_pool import LocalPool
 from nvpool.testing.fakes.meta_shard import PEER, DirectCall, ShardClient
 
 ONE, OTHER = "client/one.0a1b2c3d", "client/other.0a1b2c3d"

@@ -20,7 +20,7 @@ from nvpool.metrics.exposition import Page
 from nvpool.node.admin import certificate_renewal as node_renewal
 from nvpool.node.admin.certificate_store import ISSUED_FILE, CertificateStore
 from nvpool.node.metrics import measure_certificates
-from nvpool.poolmap.certificate_checks import DAY_S, problems, state_of
+from nvpool.poolmap.certificate_expiry import DAY_S, problems, state_of
 from nvpool.poolmap.model import MAP_FORMAT, PoolMap, PoolSettings
 from nvpool.security import tls as identity_module
 from nvpool.security.ca import Authority, described, request_certificate

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from nvpool.cluster.manager import LEASE_S
+from nvpool.cluster.chain_manager import LEASE_S
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import (
     AccessDenied,

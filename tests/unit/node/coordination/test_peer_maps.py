@@ -11,7 +11,7 @@ from nvpool.node.coordination import peer_maps
 from nvpool.poolmap.model import encode_map
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.registry import listen
+from nvpool.rpc.transport_registry import listen
 from nvpool.rpc.v1 import pool_pb2
 from nvpool.testing.contracts.coordinator import first_map
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from nvpool.cluster.embedded import EmbeddedCoordinator
+from nvpool.cluster.embedded_coordinator import EmbeddedCoordinator
 from nvpool.core.config import Config, NetworkConfig
 from nvpool.core.errors import Busy, NotFound
 from nvpool.host.pool_directory import PoolDirectory
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.node.admin.shards import MetaShards
 from nvpool.node.coordination import shard_members
 from nvpool.node.coordination.leadership import Leading

@@ -15,7 +15,7 @@ from nvpool.node.admin.drives import _with_one_more
 from nvpool.poolmap.chains.placement import Placing, Spread, build_table, usable
 from nvpool.poolmap.chains.rebalance import check_room, given_up, next_steps, standing, taken_back, with_goals
 from nvpool.poolmap.chains.transitions import died, returned, with_desired_state
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import (
     MAP_FORMAT,
     Chain,

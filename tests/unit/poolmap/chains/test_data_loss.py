@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import BytesLost
 from nvpool.core.ids import inode_number
@@ -15,9 +15,9 @@ from nvpool.core.units import MIB
 from nvpool.poolmap.chains.data_loss import births_of, losing, may_have_lost, ownerless, with_reset_chains
 from nvpool.poolmap.chains.rebalance import next_steps, with_goals
 from nvpool.poolmap.chains.transitions import retired, with_desired_state
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import Births, Loss, PartitionRange, Shard, check_map, decode_map, encode_map
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 from tests.unit.poolmap.chains.test_chain_placement import a_pool
 
 ME = Caller(0, 0)

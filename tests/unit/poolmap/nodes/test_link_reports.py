@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from nvpool.poolmap.chains.transitions import died
-from nvpool.poolmap.nodes.cut_off_targets import cut_off, is_replaceable
+from nvpool.poolmap.nodes.link_failures import cut_off, is_replaceable
 from tests.unit.poolmap.chains.test_chain_placement import a_pool
 
 POOL = a_pool((4,) * 6, 2)

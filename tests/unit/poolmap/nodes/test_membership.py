@@ -20,7 +20,7 @@ from nvpool.poolmap.model import EtcdMember, JoinToken, Node, Revoked, decode_ma
 from nvpool.poolmap.nodes.membership import REVOKED_S, joined, node_removed, token_for, token_given
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.registry import listen
+from nvpool.rpc.transport_registry import listen
 from nvpool.security.ca import Authority, ends_s, request_certificate
 from nvpool.security.join_tokens import Token, hash_of, read_token
 from nvpool.security.tls import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, KEY_FILE, TlsIdentity

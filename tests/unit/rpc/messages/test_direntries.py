@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nvpool.client.state.attr_cache import Cache
 from nvpool.client.state.leases import Leases, ShardWatch
+from nvpool.client.state.metadata_cache import Cache
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import CorruptFrame
 from nvpool.core.ids import ROOT_INODE as ROOT

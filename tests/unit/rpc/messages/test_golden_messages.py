@@ -10,8 +10,8 @@ from nvpool.core.ids import RequestId
 from nvpool.poolmap.chains.chain_set import ChainSet, encode_chains
 from nvpool.poolmap.chains.placement import build_table
 from nvpool.poolmap.chains.protocol import of_old_floor
+from nvpool.poolmap.file_layout import Layout
 from nvpool.poolmap.grant_revocation import taken
-from nvpool.poolmap.layout import Layout
 from nvpool.poolmap.model import (
     MAP_FORMAT,
     Drive,
@@ -24,7 +24,7 @@ from nvpool.poolmap.model import (
     decode_map,
     encode_map,
 )
-from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.messages.direntries import pack_entry
 from nvpool.rpc.v1 import data_pb2, meta_pb2
 from nvpool.store.chunks.api import ChunkCopy, InodeCut
@@ -101,8 +101,8 @@ def a_grant_in_a_volume() -> bytes:
 
 def messages() -> dict[str, str]:
     epoch = 0x1122_3344
-    reads = data_codec.pack_reads([(INODE, 7, 4096, 8192, 0, 0), (1, 0, 0, 4096, 0, 0)])
-    writes = data_codec.pack_writes([(INODE, 5, 77, 7, 100, 5000, 0, 0)])
+    reads = read_write_codec.pack_reads([(INODE, 7, 4096, 8192, 0, 0), (1, 0, 0, 4096, 0, 0)])
+    writes = read_write_codec.pack_writes([(INODE, 5, 77, 7, 100, 5000, 0, 0)])
     change = meta_pb2.Change(session=SESSION, slot=63, sequence=1 << 40, map_epoch=epoch, uid=1000, gid=100)
     made = {
         "grant": a_grant(),
@@ -110,9 +110,9 @@ def messages() -> dict[str, str]:
         "grant in a volume": a_grant_in_a_volume(),
         "read entries": reads,
         "write entries": writes,
-        "read results": data_codec.pack_read_results([(0, 1, 8192, ids.version(7, 9)), (404, 0, 0, 0)]),
-        "write results": data_codec.pack_write_results([(0, 0, 0, ids.version(7, 10))]),
-        "inodes": data_codec.pack_inodes([1, INODE]),
+        "read results": read_write_codec.pack_read_results([(0, 1, 8192, ids.version(7, 9)), (404, 0, 0, 0)]),
+        "write results": read_write_codec.pack_write_results([(0, 0, 0, ids.version(7, 10))]),
+        "inodes": read_write_codec.pack_inodes([1, INODE]),
         "ReadRequest": data_pb2.ReadRequest(
             map_epoch=epoch, target=2, grants=[a_grant()], reads=reads, verify=True
         ),

@@ -15,7 +15,7 @@ import uvloop
 
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import DeadlineExceeded, Disconnected, Unavailable, Unreachable
-from nvpool.rpc import registry
+from nvpool.rpc import transport_registry
 from nvpool.rpc.transports import rdma, rdma_buffers, ucx
 from nvpool.rpc.transports.rdma import RdmaSettings, RdmaTransport, RdmaUnixTransport
 from nvpool.testing.contracts.transport import CLIENT, SERVER, RecordingHandler, echo, refused, soon, until
@@ -358,7 +358,9 @@ async def test_connection_without_rdma_on_one_side_is_a_stream(offered, why, tmp
     assert why in str(
         await refused(Unreachable, RdmaTransport().connect(listener.endpoint, CLIENT, deadline_s=soon()))
     )
-    connection = await registry.upgrading("stream").connect(listener.endpoint, CLIENT, deadline_s=soon())
+    connection = await transport_registry.upgrading("stream").connect(
+        listener.endpoint, CLIENT, deadline_s=soon()
+    )
     assert not connection.upgraded
     assert (await connection.call(65535, b"m", [b"p"], deadline_s=soon())).payload == b"p"
     await connection.close()
@@ -390,14 +392,16 @@ async def test_failed_device_is_logged_once_and_not_used(tmp_path, monkeypatch, 
 async def test_peer_without_rdma_is_served_over_the_stream(tmp_path):
     transport, endpoint, handler = pair("shm", tmp_path, echo)
     listener = await transport.listen(endpoint, SERVER, handler)
-    plain = await registry.transport("stream+unix").connect(
+    plain = await transport_registry.transport("stream+unix").connect(
         f"stream+unix://{tmp_path}/s", CLIENT, deadline_s=soon()
     )
     assert (await plain.call(65535, b"m", [b"p"], deadline_s=soon())).payload == b"p"
     await plain.close()
     await listener.close()
-    listener = await registry.listen(f"stream+unix://{tmp_path}/s", SERVER, echo)
-    asking = await registry.upgrading("stream+unix").connect(listener.endpoint, CLIENT, deadline_s=soon())
+    listener = await transport_registry.listen(f"stream+unix://{tmp_path}/s", SERVER, echo)
+    asking = await transport_registry.upgrading("stream+unix").connect(
+        listener.endpoint, CLIENT, deadline_s=soon()
+    )
     assert not asking.upgraded and (await asking.call(1, b"m", [b"p"], deadline_s=soon())).payload == b"p"
     await asking.close()
     await listener.close()

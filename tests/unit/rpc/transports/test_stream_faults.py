@@ -27,9 +27,9 @@ from nvpool.core.errors import (
     ProtocolMismatch,
     Unreachable,
 )
-from nvpool.rpc import handshake, limits, registry
+from nvpool.rpc import handshake, peer_limits, transport_registry
 from nvpool.rpc.api import IN_FLIGHT_MAX, Greeting
-from nvpool.rpc.limits import Bounds, Limits
+from nvpool.rpc.peer_limits import Bounds, Limits
 from nvpool.rpc.transports import stream as stream_transport
 from nvpool.rpc.transports.frame import CANCEL, HEADER, HELLO, REPLY, REQUEST, pack_head
 from nvpool.rpc.v1 import wire_pb2
@@ -57,11 +57,11 @@ def on_a_loop(test):
 
 
 async def serve(path, handler=echo, limits=None):
-    return await registry.listen(f"stream+unix://{path}/s", US._replace(limits=limits), handler)
+    return await transport_registry.listen(f"stream+unix://{path}/s", US._replace(limits=limits), handler)
 
 
 async def connect(path, deadline_s=None):
-    transport = registry.transport("stream+unix")
+    transport = transport_registry.transport("stream+unix")
     return await transport.connect(f"stream+unix://{path}/s", US, deadline_s=deadline_s or soon())
 
 
@@ -511,7 +511,7 @@ def test_killed_server_is_detected_immediately(scheme, tmp_path):
 
     @on_a_loop
     async def run():
-        connection = await registry.transport(scheme).connect(endpoint, US, deadline_s=soon())
+        connection = await transport_registry.transport(scheme).connect(endpoint, US, deadline_s=soon())
         tasks = [asyncio.ensure_future(connection.call(1, b"", deadline_s=soon())) for _ in range(40)]
         await asyncio.sleep(0.03)
         os.kill(child.pid, signal.SIGKILL)
@@ -521,7 +521,9 @@ def test_killed_server_is_detected_immediately(scheme, tmp_path):
         await connection.close()
         await refused(
             Unreachable,
-            registry.transport(scheme).connect(endpoint, US, deadline_s=SYSTEM_CLOCK.boottime_s() + 2),
+            transport_registry.transport(scheme).connect(
+                endpoint, US, deadline_s=SYSTEM_CLOCK.boottime_s() + 2
+            ),
         )
 
     try:
@@ -533,8 +535,10 @@ def test_killed_server_is_detected_immediately(scheme, tmp_path):
 
 @on_a_loop
 async def test_tcp_connection_detects_a_vanished_host():
-    listener = await registry.listen("stream://127.0.0.1:0", US, echo)
-    connection = await registry.transport("stream").connect(listener.endpoint, US, deadline_s=soon())
+    listener = await transport_registry.listen("stream://127.0.0.1:0", US, echo)
+    connection = await transport_registry.transport("stream").connect(
+        listener.endpoint, US, deadline_s=soon()
+    )
     await connection.call(1, b"", deadline_s=soon())
     for end in (connection, *listener.connections):
         sock = end._transport.get_extra_info("socket")
@@ -570,7 +574,9 @@ async def test_stale_socket_file_is_replaced_but_no_other_file(tmp_path):
 @pytest.mark.parametrize("endpoint", ["stream://192.0.2.1:1", "carrier-pigeon://coop:1"])
 @on_a_loop
 async def test_foreign_listen_address_is_a_configuration_error(endpoint):
-    await refused(BadConfiguration, registry.listen(endpoint, US._replace(identity=PLAIN_TEXT), echo))
+    await refused(
+        BadConfiguration, transport_registry.listen(endpoint, US._replace(identity=PLAIN_TEXT), echo)
+    )
 
 
 @on_a_loop
@@ -613,7 +619,7 @@ async def test_cancel_of_an_answered_request_is_ignored(tmp_path):
 
 @on_a_loop
 async def test_flooding_client_does_not_starve_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "TURN_S", 0.0)
+    monkeypatch.setattr(peer_limits, "TURN_S", 0.0)
     order = []
 
     def handler(call):

@@ -6,13 +6,13 @@ import struct
 
 import msgspec
 
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.checksum import crc32c
 from nvpool.core.ids import ROOT_INODE
 from nvpool.sdk import dump as sdk_dump
 from nvpool.sdk.dump import SAMPLE_MAX, _Sample, dump, load
 from nvpool.sdk.fsck.check import Checkup, check
-from nvpool.testing.fakes.local_pool import LocalPool, run
+from nvpool.testing.fakes.in_process_pool import LocalPool, run
 
 ROOT = Caller(0, 0)
 FULL = 5

@@ -12,11 +12,11 @@ from nvpool.core.ids import ROOT_INODE
 from nvpool.meta.state import records
 from nvpool.meta.state.striped_dirs import decode_part, encode_part
 from nvpool.poolmap.shards.partitions import partition_of_name
-from nvpool.sdk.admin.calls import AdminCalls
+from nvpool.sdk.admin.daemon_calls import AdminCalls
 from nvpool.sdk.dump import dump, load
 from nvpool.sdk.fsck.check import Checkup, check_metadata
-from nvpool.sdk.fsck.tree import Climbs
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.sdk.fsck.directory_loops import Climbs
+from nvpool.testing.fakes.in_process_pool import LocalPool
 from tests.unit.meta.transactions.test_cross_shard_transactions import ME, OPTIONS, Names
 
 

@@ -6,16 +6,16 @@ import struct
 
 import pytest
 
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core import grants
 from nvpool.core.checksum import piece_checksums
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import Busy, WrongTarget
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.rpc.v1 import data_pb2, wire_pb2
 from nvpool.sdk.dump import dump, load
 from nvpool.sdk.fsck.check import Checkup, check
-from nvpool.testing.fakes.local_pool import LocalPool, run
+from nvpool.testing.fakes.in_process_pool import LocalPool, run
 from tests.unit.store.chunks.test_index_damage import leak
 
 GHOST = 4242

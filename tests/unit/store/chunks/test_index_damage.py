@@ -7,7 +7,7 @@ import pytest
 
 from nvpool.core import errors
 from nvpool.core.clock import ManualClock
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.store.chunks.api import StoreOptions
 from nvpool.store.chunks.block_store import BlockChunkStore
 from nvpool.store.disk.allocator import Transaction

@@ -17,12 +17,12 @@ from nvpool.core import errors, grants
 from nvpool.core.checksum import crc32c
 from nvpool.core.clock import ManualClock
 from nvpool.core.units import MIB
-from nvpool.host.processes import boot_id
+from nvpool.host.process_identity import boot_id
 from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.poolmap.grant_revocation import taken
 from nvpool.poolmap.model import MAP_FORMAT, PoolMap, PoolSettings
 from nvpool.rpc import fd_passing
-from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.store.chunks import location_leases as lease
@@ -463,12 +463,12 @@ def ask(one, entries, rights=grants.READ, inode=1, left_s=60.0, token=None):
         target=1,
         token=one.store.location_leases.token if token is None else token,
         grants=[grants.sign(grants.Grant(rights, 0, 9, inode, 0, ends), SECRET)],
-        entries=b"".join(data_codec.LOCATE_ENTRY.pack(*entry) for entry in entries),
+        entries=b"".join(read_write_codec.LOCATE_ENTRY.pack(*entry) for entry in entries),
     )
     call = Asked(request)
     service.handle(call)
     return (
-        list(data_codec.LOCATE_RESULT.iter_unpack(call.answer.results)),
+        list(read_write_codec.LOCATE_RESULT.iter_unpack(call.answer.results)),
         array("Q", call.answer.runs),
         call.answer.checksums,
     )
@@ -488,7 +488,7 @@ async def test_locations_need_the_descriptor_token_and_a_valid_grant(
         for status, flags, run_count, blocks, life, _, _, _ in results
     ] == [
         (0, 0, 1, 4, 5000),
-        (0, data_codec.SAME_VERSION, 0, 0, 5000),
+        (0, read_write_codec.SAME_VERSION, 0, 0, 5000),
         (0, 0, 0, 0, 0),
         (errors.StaleGrant.wire_code, 0, 0, 0, 0),
         (errors.StaleGrant.wire_code, 0, 0, 0, 0),
@@ -548,11 +548,11 @@ def test_too_many_leased_inodes_count_as_leased_together(monkeypatch):
 
 
 def golden() -> dict[str, str]:
-    entries = data_codec.LOCATE_ENTRY.pack(7, 1, 256, 0, 9)
+    entries = read_write_codec.LOCATE_ENTRY.pack(7, 1, 256, 0, 9)
     said = lease.encode_said(3, bytes(range(16)), 1234.5)
     return {
         "entry": entries.hex(),
-        "result": data_codec.LOCATE_RESULT.pack(0, 1, 2, 256, 5000, 65535, 0xFFFFFFFF, 9).hex(),
+        "result": read_write_codec.LOCATE_RESULT.pack(0, 1, 2, 256, 5000, 65535, 0xFFFFFFFF, 9).hex(),
         "LocateRequest": pb.LocateRequest(
             map_epoch=1, target=2, grants=[b"g"], token=b"t" * 16, entries=entries
         )

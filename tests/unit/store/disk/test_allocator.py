@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvpool.core.errors import InvariantBroken, NoSpace
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.store.disk.allocator import (
     DELTAS_MAX,
     GROUP_BLOCKS,

@@ -12,20 +12,20 @@ import pytest
 
 from nvpool.client.data import unstable_writes
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
 from nvpool.core.errors import NotFound, WritesLost
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB, MIB
-from nvpool.kv.memory import MemoryKv
+from nvpool.kv.memory_engine import MemoryKv
 from nvpool.poolmap.chains.transitions import died, joined, restarted, returned, vouched
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import changed
 from nvpool.store.chunks.api import StoreOptions
 from nvpool.store.chunks.block_store import BlockChunkStore
 from nvpool.store.disk import write_verifier
 from nvpool.store.disk.device import MemoryDevice
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 ME = Caller(1000, 1000)
 FAST = ClientOptions(deadline_s=30.0, fresh_s=0.0, attr_s=0.0, release_s=0.01, short_circuit=False)

@@ -6,7 +6,7 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.maintenance.repair import RETRY_S, RETRY_S_MAX, Repair
 from nvpool.store.throttle import Throttle
-from nvpool.testing.sim.loop import VirtualLoop
+from nvpool.testing.sim.virtual_time_loop import VirtualLoop
 from tests.unit.poolmap.chains.test_chain_placement import a_pool
 
 

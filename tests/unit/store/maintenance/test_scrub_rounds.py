@@ -8,16 +8,16 @@ import random
 import pytest
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import InvalidRequest, NoSpace
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB, MIB
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.store.chunks.memory_store import MemoryChunkStore
-from nvpool.store.maintenance.scrub import Rounds
+from nvpool.store.maintenance.scrub_schedule import Rounds
 from nvpool.testing.contracts.chunk_store import put, some_bytes
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 
 ME = Caller(1000, 1000)
 FAST = ClientOptions(deadline_s=30.0, short_circuit=False)
@@ -175,7 +175,7 @@ def test_failed_save_of_the_round_is_retried(monkeypatch):
         assert store.note() and not failed
         await rounds.close()
 
-    monkeypatch.setattr("nvpool.store.maintenance.scrub._RETRY_S", 0.01)
+    monkeypatch.setattr("nvpool.store.maintenance.scrub_schedule._RETRY_S", 0.01)
     run(main())
 
 

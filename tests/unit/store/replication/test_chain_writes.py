@@ -15,19 +15,19 @@ import pytest
 
 from nvpool.client.data import hedging_policy as hedging_module
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import Caller
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import Busy, ChecksumMismatch, CorruptRecord, NoSpace, StaleEpoch
 from nvpool.core.ids import ROOT_INODE, version, version_parts
 from nvpool.core.units import KIB, MIB
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import PoolMap, changed
-from nvpool.rpc.messages.data_codec import encode_read_request
+from nvpool.rpc.messages.read_write_codec import encode_read_request
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.store.chunks.api import ALL_INODES, InodeCut
 from nvpool.store.chunks.read_batch import READ, RESULT
 from nvpool.store.disk.allocator import Transaction
 from nvpool.store.disk.index_records import encode_segment, segment_key
-from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import LocalPool
 from nvpool.testing.fakes.stalling_pool import HoldingPool
 
 ME = Caller(1000, 1000)

@@ -23,11 +23,11 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.ids import RequestId, version, version_parts
 from nvpool.core.units import BLOCK_BYTES, CHAINS_PER_TABLE, MIB
 from nvpool.poolmap.chains.chain_set import ChainSet
-from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import MAP_FORMAT, Chain, ChainTable, Drive, Node, PoolMap, PoolSettings, Target
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.rpc.registry import listen
+from nvpool.rpc.transport_registry import listen
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.store.chunks.api import StoreOptions, create_chunk_store

@@ -13,7 +13,7 @@ from nvpool.core.checksum import piece_checksums
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import Draining, DriveFailed, StaleEpoch, StaleTenure
 from nvpool.rpc.api import Greeting
-from nvpool.rpc.registry import transport
+from nvpool.rpc.transport_registry import transport
 from nvpool.rpc.transports.frame import read_head
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import DATA_READ

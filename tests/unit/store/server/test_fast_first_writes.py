@@ -16,12 +16,12 @@ from nvpool.core import grants
 from nvpool.core.checksum import piece_checksums
 from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
 from nvpool.core.errors import Busy, DriveFailed, Fenced, NoSpace
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.grant_revocation import taken
-from nvpool.poolmap.layout import chain_of
 from nvpool.rpc.api import Greeting
-from nvpool.rpc.messages.data_codec import encode_write_request
+from nvpool.rpc.messages.read_write_codec import encode_write_request
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
-from nvpool.rpc.registry import transport
+from nvpool.rpc.transport_registry import transport
 from nvpool.rpc.transports.frame import REQUEST, pack_head, read_head
 from nvpool.rpc.v1.wire_pb2 import DATA_WRITE
 from nvpool.store.chunks.api import InodeCut, StoreOptions, create_chunk_store

@@ -16,11 +16,11 @@ from nvpool.poolmap.chains.placement import build_table
 from nvpool.poolmap.grant_revocation import taken
 from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, PoolSettings, Target
 from nvpool.rpc.api import Greeting
-from nvpool.rpc.messages.data_codec import encode_read_request
+from nvpool.rpc.messages.read_write_codec import encode_read_request
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX, Answerer
 from nvpool.rpc.peer_roles import Peer
-from nvpool.rpc.registry import transport
 from nvpool.rpc.stats import ReplyStats
+from nvpool.rpc.transport_registry import transport
 from nvpool.rpc.transports.frame import EMPTY, REPLY, REQUEST, pack_head, read_head
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import DATA_READ, DATA_WRITE

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from nvpool.core import grants
 from nvpool.core.clock import ManualClock
-from nvpool.rpc.messages.data_codec import PAST_READS, encode_read_request
+from nvpool.rpc.messages.read_write_codec import PAST_READS, encode_read_request
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.store.chunks.api import ReadBatch
 from nvpool.store.chunks.read_batch import READ, RESULT

@@ -15,8 +15,8 @@ from nvpool.core.checksum import first_bad_block, piece_checksums
 from nvpool.core.clock import ManualClock
 from nvpool.core.ids import version
 from nvpool.poolmap.chains.placement import build_table
+from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.grant_revocation import taken
-from nvpool.poolmap.layout import chain_of
 from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, PoolSettings, Target, changed
 from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.v1 import data_pb2 as pb

@@ -1,0 +1,603 @@
+"""Cache of attributes, names and open inodes of one client.
+
+Attributes and names (absent names too) carry the time at which they were true; the caller says how old they
+may be. An entry under a lease is current, whatever its age. This client's own changes drop entries, and both
+caches are bounded. This module never sends a request.
+
+An open inode has one `OpenInode`, shared by all its handles: its layout, its newest attributes, the grant
+(access token) that every chunk request carries, and the writer's state. Used by vfs, the reader and the
+writer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import repeat
+
+from nvpool.client.state.leases import InodeLease, Leases
+from nvpool.client.state.options import ClientOptions
+from nvpool.core import grants
+from nvpool.core.clock import Clock
+from nvpool.core.containers.bounded_map import too_old
+from nvpool.core.units import NAME_BYTES_MAX
+from nvpool.poolmap.file_layout import Layout
+from nvpool.rpc.messages.direntries import DirectoryPage, attr_of, change_of
+from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.security.volume_keys import VolumeKey
+
+S_IFMT, S_IFREG = 0o170000, 0o100000
+XATTR_FLAG, WIDE_FLAG, DIVIDED_FLAG, ACL_FLAG = 1, 4, 32, 128
+NEVER_S = float("-inf")
+NO_END = 1 << 63
+"""An end that no file reaches."""
+
+
+class OpenInode:
+    """An inode that is open on this client.
+
+    `size` is the size for applications on this client: the service's size merged with unreported local
+    writes.
+    """
+
+    __slots__ = (
+        "inode",
+        "layout",
+        "chunk_bits",
+        "chunk_mask",
+        "attr",
+        "attr_born_s",
+        "cut",
+        "truncated",
+        "grant",
+        "grant_session",
+        "grant_cut",
+        "grant_rights",
+        "grant_half_ms",
+        "grant_used",
+        "handles",
+        "opened",
+        "lanes",
+        "written",
+        "ahead",
+        "renewal",
+        "located",
+        "changes",
+        "owes",
+        "denied",
+        "missed",
+        "looking",
+        "looking_s",
+        "foreign",
+        "lost",
+        "unreported",
+        "fetching",
+        "unsure",
+        "ended",
+        "volume",
+        "paid",
+        "encrypted",
+        "key",
+    )
+
+    def __init__(self, attr: Attr) -> None:
+        self.inode = attr.inode
+        self.layout = Layout(attr.table, attr.chunk_bits)
+        self.chunk_bits = attr.chunk_bits
+        self.chunk_mask = (1 << attr.chunk_bits) - 1
+        self.attr = attr
+        self.attr_born_s = NEVER_S
+        self.volume = attr.volume
+        # the size up to which the volume's quota is reserved for the file
+        self.paid = attr.size if attr.volume else NO_END
+        self.encrypted = False  # whether its volume is encrypted, as a grant has said
+        self.key: VolumeKey | None = None  # the volume's key, from the first read or write of its bytes on
+        self.cut = attr.cut
+        # the last truncate number that was a truncation; later ones were punched holes
+        self.truncated = attr.cut - attr.punches
+        self.grant = b""
+        self.grant_session = 0
+        self.grant_cut = 0
+        self.grant_rights = 0
+        self.grant_half_ms = 0
+        self.grant_used = False
+        self.handles = 0
+        self.opened = 0  # registrations at the shard to be released with the last handle
+        self.lanes: dict = {}  # chunk index -> the chunk client's queue to its target, by the newest map
+        self.written = None  # the writer's state, from the first write on
+        self.ahead: set = set()  # read-ahead states of handles; a write drops their bytes
+        self.renewal = None  # the request for a new grant, one at a time
+        self.located: dict = {}  # chunk index -> its location for short-circuit reads
+        self.changes = 0  # grows when none of the locations is valid any more
+        self.owes = 0  # located chunks, minus reads that have used a location
+        self.denied = 0  # misses that were not located because of `owes`
+        self.missed = False  # a read has gone to a store; for most files that first read is the only one
+        self.looking = None  # the oldest unanswered request for attributes; `looking_s`: when it was sent
+        self.looking_s = NEVER_S
+        self.foreign = False  # another client has changed the inode since the last lock request here
+        # its locks ended before this client released them: users must open the file again
+        self.lost = False
+        # opened under a lease, unreported: the inode may be gone, its bytes read as zeros
+        self.unreported = False
+        # its shard may have forgotten changes: accept the next change number, even a lower one
+        self.unsure = False
+        # number of lost chains, and a size of the file after those losses: nothing was lost behind that size
+        self.ended = 0, 0
+        self.fetching = None  # the reader's read of a whole small file, in flight
+
+    @property
+    def size(self) -> int:
+        return self.attr.size if self.written is None else max(self.attr.size, self.written.end)
+
+    def give_up_grant(self) -> None:
+        """Forget the rights of the grant after a revocation, so that the next grant replaces it."""
+        self.grant_rights = 0
+
+    def adopt_grant(self, raw: bytes, now_ms: int) -> None:
+        """Use the grant `raw` from now on, unless it is weaker than the present one."""
+        if not raw:
+            return
+        rights, session, cut, ends_ms = grants.terms(raw)
+        if cut < self.cut or (self.grant_rights & ~rights and cut == self.grant_cut):
+            return
+        self.grant = raw
+        self.grant_session = session
+        self.grant_cut = cut
+        self.grant_rights = rights & ~grants.ENCRYPTED
+        self.encrypted = bool(rights & grants.ENCRYPTED)
+        self.grant_half_ms = now_ms + (ends_ms - now_ms) // 2
+        self.grant_used = False
+
+
+class WholeDirectory:
+    """The complete list of names of a directory.
+
+    The list is valid while all changes of the directory are this client's; the directory's change number
+    proves that. While the list is valid, a name that is not in the list does not exist, so no request is
+    needed: programs that unpack or copy a tree look for each name before they create it.
+
+    A directory that this client created is complete from the start; another one is listed first (see
+    vfs/complete_dirs). Until the listing ends, `ours` has the names that this client changes meanwhile, for
+    which the listing may return the old state.
+    """
+
+    __slots__ = ("change", "names", "ours")
+
+    def __init__(self, change: int, ours: set[bytes] | None = None):
+        self.change = change
+        self.names: set[bytes] = set()
+        self.ours = ours
+
+
+def _change_of(attr: Attr | bytes) -> int:
+    return change_of(attr) if type(attr) is bytes else attr.change
+
+
+_WHOLE_DIRECTORIES_MAX = 64
+_RENAMED_MAX = 4096
+
+
+class Cache:
+    """Attributes, entries and open inodes of one client."""
+
+    def __init__(self, options: ClientOptions, clock: Clock, leases: Leases):
+        self.leases = leases
+        self.open: dict[int, OpenInode] = {}
+        # an attribute value is a raw record of rpc/messages/direntries if it came from a listing
+        self._attrs: dict[int, tuple[Attr | bytes, float]] = {}
+        # (inode, when it was true, when it was requested, the lease on the inode from the same reply)
+        self._entries: dict[tuple[int, bytes], tuple[int, float, float, InodeLease | None]] = {}
+        # directory -> time of this client's last change of a name in it
+        self._renamed_s: dict[int, float] = {}
+        self._renamed_floor_s = NEVER_S
+        self._whole: dict[int, WholeDirectory] = {}
+        self._whole_names = 0
+        self._trusted_from_s = NEVER_S
+        self._options = options
+        self._clock = clock
+        self.on_change: Callable[[OpenInode], None] = lambda file: None
+        """Called with an open inode before its attributes are replaced by newer ones."""
+        self.on_cut: Callable[[OpenInode], None] = lambda file: None
+        """Called with an open inode that was truncated while it has local writes."""
+
+    # -- attributes ----------------------------------------------------------------------------------------------------
+
+    def attr(self, inode: int, age_s: float) -> Attr | None:
+        """The attributes, if under a lease or true within the last `age_s`; else None."""
+        opened = self.open.get(inode)
+        attr, born_s = (
+            (opened.attr, opened.attr_born_s)
+            if opened is not None
+            else self._attrs.get(inode, (None, NEVER_S))
+        )
+        if attr is None or (not self.is_believed(born_s, age_s) and self.leases.held(inode) is None):
+            return None
+        if type(attr) is bytes:
+            attr = attr_of(attr)
+            self._attrs[inode] = attr, born_s
+        return attr
+
+    def newer(self, inode: int, change: int) -> Attr | None:
+        """The cached attributes if they are newer than `change`; else None.
+
+        A caller with a reply of number `change` thus sees that another reply has overtaken it.
+        """
+        opened = self.open.get(inode)
+        held = (
+            opened.attr
+            if opened is not None and not opened.unsure
+            else self._attrs.get(inode, (None, NEVER_S))[0]
+        )
+        if held is None or _change_of(held) <= change:
+            return None
+        return attr_of(held) if type(held) is bytes else held
+
+    def known_attr(self, inode: int) -> Attr | None:
+        """The newest attributes that the client ever received, however old they are."""
+        opened = self.open.get(inode)
+        held = opened.attr if opened is not None else self._attrs.get(inode, (None, NEVER_S))[0]
+        return attr_of(held) if type(held) is bytes else held
+
+    def flags(self, inode: int) -> int | None:
+        """The flags of the cached attributes, however old they are."""
+        opened = self.open.get(inode)
+        attr, born_s = (
+            (opened.attr, NEVER_S) if opened is not None else self._attrs.get(inode, (None, NEVER_S))
+        )
+        if type(attr) is bytes:
+            attr = attr_of(attr)
+            self._attrs[inode] = attr, born_s
+        return None if attr is None else attr.flags
+
+    def mode(self, inode: int) -> int | None:
+        """The mode of the cached attributes, however old. The type of an inode does not change."""
+        opened = self.open.get(inode)
+        attr = opened.attr if opened is not None else self._attrs.get(inode, (None, NEVER_S))[0]
+        return None if attr is None else (attr_of(attr) if type(attr) is bytes else attr).mode
+
+    def entries_of(self, directory: int) -> int:
+        """The last known number of names in the directory; 0 if it is not known."""
+        opened = self.open.get(directory)
+        attr = opened.attr if opened is not None else self._attrs.get(directory, (None, NEVER_S))[0]
+        return 0 if attr is None else (attr_of(attr) if type(attr) is bytes else attr).size
+
+    def is_believed(self, born_s: float, age_s: float) -> bool:
+        """Whether data requested at `born_s` may be used for `age_s`.
+
+        False if a lock was acquired since.
+        """
+        return born_s + age_s > self._clock.boottime_s() and born_s >= self._trusted_from_s
+
+    def distrust(self) -> None:
+        """Distrust all data learned before now that is not under a lease.
+
+        Called after a lock was acquired: this client must see what others did before they released the lock.
+        Data under a lease needs no distrust, because its lease would have been recalled.
+        """
+        self._trusted_from_s = self._clock.boottime_s()
+
+    def put_attr(self, attr: Attr, *, ours: bool = False) -> None:
+        """Cache `attr`, unless the cached attributes are newer: replies may overtake one another.
+
+        `ours`: the reply to a write of this client. Then a change number that grew by one is not a foreign
+        change.
+        """
+        now_s = self._clock.boottime_s()
+        whole = self._whole.get(attr.inode)
+        if whole is not None and attr.change > whole.change:
+            self.forget_whole(attr.inode)
+        opened = self.open.get(attr.inode)
+        if opened is not None:
+            if attr.change >= opened.attr.change or opened.unsure:
+                opened.unsure = False
+                if attr.change != opened.attr.change:
+                    self.on_change(opened)
+                if attr.change > opened.attr.change + ours:
+                    opened.foreign = True
+                opened.attr = attr
+                opened.attr_born_s = now_s
+                if attr.cut > opened.cut:
+                    before, opened.cut, opened.truncated = opened.cut, attr.cut, attr.cut - attr.punches
+                    if opened.written is not None and opened.truncated > before:
+                        self.on_cut(opened)
+                    if opened.volume and opened.truncated > before:
+                        opened.paid = opened.size
+            return
+        self._keep(attr, attr.inode, now_s)
+
+    def put_closed(self, attr: Attr, inode: int) -> Attr:
+        """As `put_attr`, for an inode that is not open; return the newest known attributes."""
+        whole = self._whole.get(inode) if self._whole else None
+        if whole is not None and attr.change > whole.change:
+            self.forget_whole(inode)
+        newest = self._keep(attr, inode, self._clock.boottime_s())
+        return attr_of(newest) if type(newest) is bytes else newest
+
+    def _keep(self, attr: Attr, inode: int, now_s: float) -> Attr | bytes:
+        attrs = self._attrs
+        newest: Attr | bytes = attr
+        held = attrs.pop(inode, None)
+        if held is not None and _change_of(held[0]) > attr.change:
+            newest = held[0]
+        attrs[inode] = (newest, now_s)
+        if len(attrs) > self._options.cached_entries:
+            for old in too_old(attrs, self._options.cached_entries):
+                del attrs[old]
+        return newest
+
+    def put_attrs(self, listed: DirectoryPage) -> bool:
+        """Cache the attributes of all entries of a listing; return whether this was possible.
+
+        False: nothing has changed, and the caller must call `put_attr` for each entry, because one of the
+        inodes is open or has newer attributes here.
+        """
+        attrs, inodes = self._attrs, set(listed.inodes)
+        if not self.open.keys().isdisjoint(inodes) or not self._whole.keys().isdisjoint(inodes):
+            return False
+        known = attrs.keys() & inodes
+        if known and any(
+            _change_of(attrs[inode][0]) > change
+            for inode, change in zip(listed.inodes, listed.changes, strict=True)
+            if inode in known
+        ):
+            return False
+        for inode in known:
+            del attrs[inode]  # reinsert at the end: the first ones of the dict are the oldest
+        attrs.update(zip(listed.inodes, zip(listed.records, repeat(self._clock.boottime_s())), strict=False))
+        for old in too_old(attrs, self._options.cached_entries):
+            del attrs[old]
+        return True
+
+    def reset_inodes(self, concerns: Callable[[int], bool]) -> None:
+        """Accept the next attributes of these inodes, whatever their change number.
+
+        Called when a shard's change numbers may have run backwards.
+        """
+        for inode in [inode for inode in self._attrs if concerns(inode)]:
+            del self._attrs[inode]
+            self.leases.forget(inode)
+        for inode in [inode for inode in self._whole if concerns(inode)]:
+            self.forget_whole(inode)
+        for opened in self.open.values():
+            if concerns(opened.inode):
+                opened.attr_born_s, opened.unsure = NEVER_S, True
+                self.leases.forget(opened.inode)
+
+    def forget_attr(self, inode: int) -> None:
+        self.leases.forget(inode)
+        self.grow_old(inode)
+
+    def grow_old(self, inode: int) -> None:
+        """Mark the cached attributes as outdated."""
+        opened = self.open.get(inode)
+        if opened is not None:
+            opened.attr_born_s = NEVER_S
+        held = self._attrs.get(inode)
+        if held is not None:
+            self._attrs[inode] = (held[0], NEVER_S)  # kept, because its change number reveals older replies
+
+    # -- entries -------------------------------------------------------------------------------------------------------
+
+    def entry(self, parent: int, name: bytes, age_s: float) -> int | None:
+        """The inode of the name. 0: the name does not exist. None: not known, or older than `age_s`.
+
+        A name is known to be absent only under a lease on its directory.
+        """
+        inode, born_s, sent_s, lease = self._entries.get((parent, name), (None, NEVER_S, NEVER_S, None))
+        if inode is None or (
+            inode and self.is_believed(born_s, age_s) and self.leases.is_news(inode, sent_s)
+        ):
+            return inode
+        return inode if self._cover(parent, inode, sent_s, lease) else None
+
+    def cover(self, parent: int, name: bytes, inode: int) -> int:
+        """The inode whose lease covers the name of `inode`: its own or the directory's; 0: none."""
+        known = self._entries.get((parent, name))
+        return (
+            self._cover(parent, inode, known[2], known[3]) if known is not None and known[0] == inode else 0
+        )
+
+    def _cover(self, parent: int, inode: int, sent_s: float, lease: InodeLease | None) -> int:
+        held = self.leases.held(inode) if inode else None
+        if held is not None and (
+            sent_s >= held.since_s or (lease is not None and held.number == lease.number)
+        ):
+            return inode
+        held = self.leases.held(parent)
+        return parent if held is not None and sent_s >= held.since_s else 0
+
+    def names_of(self, inode: int) -> list[tuple[int, bytes]]:
+        """Known names (directory, name) of the inode. Scans all entries, so call this in rare cases only."""
+        return [place for place, known in self._entries.items() if known[0] == inode]
+
+    def put_entry(
+        self, parent: int, name: bytes, inode: int, sent_s: float, lease: InodeLease | None = None
+    ) -> None:
+        """Cache the inode of a name. `inode` 0: the name does not exist.
+
+        `lease`: the inode's lease, from the same reply. Ignored if this client has changed names of the
+        directory since `sent_s`, the time of the request.
+        """
+        if sent_s <= self._renamed_s.get(parent, self._renamed_floor_s):
+            return
+        key = (parent, name)
+        self._entries.pop(key, None)
+        self._entries[key] = (inode, self._clock.boottime_s(), sent_s, lease)
+        if len(self._entries) > self._options.cached_entries:
+            for old in too_old(self._entries, self._options.cached_entries):
+                del self._entries[old]
+
+    def put_entries(
+        self,
+        parent: int,
+        names: list[bytes],
+        inodes: list[int],
+        sent_s: float,
+        leases: list[InodeLease | None],
+    ) -> None:
+        """As `put_entry` for each name.
+
+        Names that are known already keep their place in the order of eviction.
+        """
+        if sent_s <= self._renamed_s.get(parent, self._renamed_floor_s):
+            return
+        known = zip(inodes, repeat(self._clock.boottime_s()), repeat(sent_s), leases)
+        self._entries.update(zip(zip(repeat(parent), names), known, strict=False))
+        for old in too_old(self._entries, self._options.cached_entries):
+            del self._entries[old]
+
+    def forget_entry(self, parent: int, name: bytes) -> None:
+        """Drop a name that this client is about to change or has changed."""
+        self._entries.pop((parent, name), None)
+        self._renamed_s.pop(parent, None)
+        self._renamed_s[parent] = self._clock.boottime_s()
+        for old in too_old(self._renamed_s, _RENAMED_MAX):
+            self._renamed_floor_s = max(self._renamed_floor_s, self._renamed_s.pop(old))
+
+    def put_own_entry(
+        self, parent: int, name: bytes, inode: int, sent_s: float, lease: InodeLease | None = None
+    ) -> None:
+        """Cache the result of this client's own change, sent at `sent_s` and just answered.
+
+        `inode` 0: no such name.
+        """
+        self.forget_entry(parent, name)
+        self._entries[parent, name] = inode, self._clock.boottime_s(), sent_s, lease
+        for old in too_old(self._entries, self._options.cached_entries):
+            del self._entries[old]
+
+    # -- complete directories ------------------------------------------------------------------------------------------
+
+    def born_directory(self, attr: Attr) -> None:
+        """Record a directory that this client created with these attributes: it is complete and empty."""
+        self._hold_whole(attr.inode, WholeDirectory(attr.change))
+
+    def begin_whole(self, attr: Attr) -> WholeDirectory:
+        """Start to record the names of a directory. Then call `put_names` and `end_whole`."""
+        whole = WholeDirectory(attr.change, set())
+        self._hold_whole(attr.inode, whole)
+        return whole
+
+    def _hold_whole(self, inode: int, whole: WholeDirectory) -> None:
+        self.forget_whole(inode)
+        self._whole[inode] = whole
+        self._bound_whole()
+
+    def _bound_whole(self) -> None:
+        while len(self._whole) > _WHOLE_DIRECTORIES_MAX or self._whole_names > self._options.cached_entries:
+            self.forget_whole(next(iter(self._whole)))
+
+    def put_names(self, inode: int, whole: WholeDirectory, names: Iterable[bytes]) -> bool:
+        """Add listed names; return whether the recording goes on.
+
+        False: others have changed the directory, or there is no space left.
+        """
+        if self._whole.get(inode) is not whole:
+            return False
+        self._whole_names -= len(whole.names)
+        whole.names.update(name for name in names if name not in whole.ours)
+        self._whole_names += len(whole.names)
+        self._bound_whole()
+        return self._whole.get(inode) is whole
+
+    def end_whole(self, inode: int, whole: WholeDirectory, complete: bool) -> None:
+        """End the recording. `complete`: every name of the directory was listed."""
+        if complete:
+            whole.ours = None
+        elif self._whole.get(inode) is whole:
+            self.forget_whole(inode)
+
+    def is_whole(self, inode: int) -> bool:
+        """Whether the directory's names are completely known, or are being listed."""
+        return inode in self._whole
+
+    def named_in_whole(self, parent: Attr | None, inode: int, name: bytes, exists: bool) -> None:
+        """Record that this client's change has created or removed a name in the directory `inode`.
+
+        `parent`: the directory's attributes after the change; None: unknown. If the change number is not the
+        next one, others have changed the directory too, and the recorded names are dropped.
+        """
+        whole = self._whole.get(inode)
+        if whole is None:
+            return
+        if parent is None or parent.change != whole.change + 1:
+            self.forget_whole(inode)
+            return
+        self._whole_names -= len(whole.names)
+        if exists:
+            whole.names.add(name)
+        else:
+            whole.names.discard(name)
+        if whole.ours is not None:
+            whole.ours.add(name)
+        self._whole_names += len(whole.names)
+        whole.change = parent.change
+
+    def is_absent(self, parent: int, name: bytes, age_s: float) -> bool:
+        """Whether the name is known to be absent.
+
+        The directory is completely known, and its attributes are under a lease or at most `age_s` old.
+        """
+        if not self.is_missed(parent, name):
+            return False
+        attr = self.attr(parent, age_s)
+        return attr is not None and attr.change == self._whole[parent].change
+
+    def is_missed(self, parent: int, name: bytes) -> bool:
+        """Whether the directory was completely known and lacks the name.
+
+        False for a name that is too long.
+        """
+        whole = self._whole.get(parent)
+        return (
+            whole is not None
+            and whole.ours is None
+            and name not in whole.names
+            and len(name) <= NAME_BYTES_MAX
+        )
+
+    def forget_whole(self, inode: int) -> None:
+        whole = self._whole.pop(inode, None)
+        if whole is not None:
+            self._whole_names -= len(whole.names)
+
+    # -- open inodes ---------------------------------------------------------------------------------------------------
+
+    def hold(self, attr: Attr) -> OpenInode:
+        """Count one more handle of the inode of `attr`; return its open inode."""
+        opened = self.open.get(attr.inode)
+        if opened is None:
+            opened = self.open[attr.inode] = OpenInode(attr)
+            self._attrs.pop(attr.inode, None)
+        opened.handles += 1
+        self.put_attr(attr)
+        return opened
+
+    def hold_leased(self, inode: int) -> OpenInode | None:
+        """As `hold`, for a file that is not open, with the cached attributes.
+
+        The caller has a lease on the inode, so the attributes are current. None: no attributes are cached, or
+        the inode is not a regular file with a name.
+        """
+        attr, _ = self._attrs.get(inode, (None, NEVER_S))
+        if attr is None:
+            return None
+        if type(attr) is bytes:
+            attr = attr_of(attr)
+        if attr.mode & S_IFMT != S_IFREG or not attr.links:
+            return None
+        del self._attrs[inode]
+        opened = self.open[inode] = OpenInode(attr)
+        opened.attr_born_s = self._clock.boottime_s()
+        opened.handles = 1
+        return opened
+
+    def drop(self, opened: OpenInode) -> bool:
+        """Count one handle less; return whether it was the last one, which closes the inode."""
+        opened.handles -= 1
+        if opened.handles > 0:
+            return False
+        if self.open.get(opened.inode) is opened:
+            del self.open[opened.inode]
+            if opened.attr.links:
+                self._attrs[opened.inode] = (opened.attr, opened.attr_born_s)
+        return True

@@ -1,0 +1,617 @@
+"""Writes to replicated chunks: one chain member's part of the protocol in poolmap/chains/protocol.
+
+The head queues the writes to a chunk and runs one at a time. Each member holds the undecided write as
+*pending*: its bytes are already on the drive or in memory, partial blocks are merged, checksums compared and
+space allocated (ChunkStore.prepare). So the commit, after the successors have committed, does not fail. A
+member that nevertheless cannot commit its pending write must not continue: it fences itself.
+
+A pending write exists only in the memory of this process. A process that dies leaves its chains before it
+serves again (the manager ensures this), and then copies the state of the other members. So a record on the
+drive would help only if all other members died in the moment between, for a write that no client got an
+answer for. An acknowledged write is committed by every member.
+
+Reads and truncations of a chunk with a pending write wait until the write is decided. These are bounded: the
+writes that wait for a chunk, the bytes that a head has in progress, and the bytes on their way to a successor
+(store/replication/peer_connections). `store/replication/role` calls this module on the store's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+
+from nvpool.core import errors
+from nvpool.core.clock import Clock
+from nvpool.core.errors import (
+    Busy,
+    ChecksumMismatch,
+    CorruptRecord,
+    DeadlineExceeded,
+    DriveFailed,
+    NvpoolError,
+    StaleCut,
+    StaleEpoch,
+    StaleVersion,
+    WrongTarget,
+)
+from nvpool.core.ids import is_done
+from nvpool.poolmap.chains.protocol import (
+    Answer,
+    ChainPosition,
+    MemberChunkState,
+    Next,
+    Offer,
+    deciders_now,
+    gained,
+    is_refusal,
+    judge,
+    next_step,
+    next_version,
+    taking_part,
+    until,
+)
+from nvpool.poolmap.file_layout import chain_of
+from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.store.chunks.api import ChunkStore, MustWait, Placed
+from nvpool.store.replication.peer_connections import Name, PendingForward, ReplicaPeers, Write
+
+log = logging.getLogger(__name__)
+
+QUEUED_MAX = 256
+"""Writes that may wait for their turn at one chunk."""
+LED_BYTES_MAX = 256 << 20
+"""Bytes of undecided writes that this head has accepted from clients, waiting ones included.
+
+Above this limit clients get Busy.
+"""
+AGAIN_S, AGAIN_S_MAX = 0.01, 0.5
+"""First and longest delay before an offer with an unknown outcome is repeated."""
+READ_WAIT_S = 1.0
+"""How long a read waits for a pending write.
+
+Then the client may try another replica, which may know the outcome.
+"""
+CUT_WAIT_S = 3.0
+"""How long a truncation waits for a pending write. Then the caller repeats the truncation."""
+_TRIES_MAX = 1000
+
+
+class Pending:
+    """A write that is not decided on this target yet."""
+
+    __slots__ = (
+        "write",
+        "version",
+        "base",
+        "place",
+        "whole",
+        "deciders",
+        "last",
+        "older",
+        "dropped",
+        "decided",
+        "waiter",
+        "sending",
+    )
+
+    def __init__(self, write: Write, version: int, base: int, place: ChainPosition, decided: asyncio.Future):
+        self.write = write
+        self.version = version
+        self.base = base
+        self.place = place
+        """Position in the chain, with the members that take part in this write."""
+        self.whole = place
+        """Position in the chain of the pool map."""
+        self.deciders = frozenset(place.members)
+        self.last = place.is_last
+        """Whether this target must commit first."""
+        self.older = False
+        """Whether a member has joined the chain since this write began."""
+        self.dropped = False
+        self.decided = decided
+        """Completes with the committed version, or with the error."""
+        self.waiter: asyncio.Future | None = None
+        self.sending: PendingForward | None = None
+
+
+class ChainWrites:
+    """Writes of this target to replicated chunks.
+
+    * `place_of(table, inode, index)` returns the position of this target in the chunk's chain.
+    * `ask_map` requests a newer pool map, now or soon.
+    * `fetch(table, inode, index, target)` makes the chunk here equal to that target's chunk.
+    * `mend(inode, index, block)` rewrites a damaged block from another member; returns whether that worked.
+    * `rebuild(inode, index, table)` does the same for an unreadable chunk.
+    """
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        target: int,
+        peers: ReplicaPeers,
+        clock: Clock,
+        *,
+        place_of: Callable[[int, int, int], ChainPosition | None],
+        ask_map: Callable[[], None],
+    ):
+        self._store = store
+        self._target = target
+        self._peers = peers
+        self._clock = clock
+        self._place_of = place_of
+        self._ask_map = ask_map
+        self.fetch: Callable[[int, int, int, int], Awaitable[None]] | None = None
+        self.mend: Callable[[int, int, int], Awaitable[bool]] | None = None
+        self.rebuild: Callable[[int, int, int], Awaitable[bool]] | None = None
+        self._rebuilding: dict[Name, asyncio.Task[bool]] = {}
+        self.pending: dict[Name, Pending] = {}
+        self._turns: dict[Name, deque[asyncio.Future]] = {}
+        self._led_bytes = 0
+        self._cutting: dict[int, list[int]] = {}
+        self._links: dict[int, int] = {}
+        self._tasks: set[asyncio.Task] = set()
+        self.counters = {"led": 0, "followed": 0, "offered_again": 0, "fetched": 0, "reads_waited": 0}
+
+    # -- the head ----------------------------------------------------------------------------------------------------
+
+    async def lead(self, write: Write, deadline_s: float) -> int:
+        """Commit a client's write on every member and return the version of the chunk.
+
+        Once it is this write's turn, the write continues even if the caller is cancelled.
+
+        WrongTarget, StaleEpoch   this target is not the head, or no longer: fetch the map, ask the head
+        Busy, DeadlineExceeded    too many writes wait for the chunk, or waited too long: nothing was done
+        NoSpace, StaleCut, ChecksumMismatch, InvalidRequest   from any member: nothing was done
+        """
+        size = len(write.buffer)
+        if self._led_bytes + size > LED_BYTES_MAX and self._led_bytes:
+            raise Busy("too many bytes wait for other targets", retry_after_s=0.05)
+        self._led_bytes += size
+        try:
+            await self._wait_turn(write.name, deadline_s)
+        except BaseException:
+            self._led_bytes -= size
+            raise
+        task = self._own(self._lead(write))
+        # Retrieves the exception even if no caller waits any more.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(task)
+
+    async def _wait_turn(self, name: Name, deadline_s: float) -> None:
+        queue = self._turns.get(name)
+        if queue is None:
+            self._turns[name] = deque()
+            return
+        if len(queue) >= QUEUED_MAX:
+            raise Busy("too many writes wait for the chunk", retry_after_s=0.05)
+        turn = asyncio.get_running_loop().create_future()
+        queue.append(turn)
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled():
+                self._end_turn(name)
+            elif turn in queue:
+                queue.remove(turn)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise DeadlineExceeded(
+                "earlier writes of the chunk were not decided in time", may_be_applied=False
+            ) from None
+
+    def _end_turn(self, name: Name) -> None:
+        queue = self._turns[name]
+        while queue:
+            turn = queue.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        del self._turns[name]
+
+    async def _lead(self, write: Write) -> int:
+        try:
+            above = 0
+            while True:
+                # A pending write may be left from a time when this target was not the head.
+                while (before := self.pending.get(write.name)) is not None:
+                    await asyncio.wait([before.decided])
+                place = self._place_of(write.table, *write.name)
+                if place is None or not place.is_head:
+                    raise WrongTarget(
+                        f"target {self._target} is not the head of the chain of chunk {write.index} of inode "
+                        f"{write.inode}"
+                    )
+                try:
+                    held = self._held(write.name)
+                except CorruptRecord:
+                    if not await self._rebuilt(write):
+                        raise
+                    continue
+                if is_done(held.requests, write.request):
+                    return held.version
+                if write.cut < held.cut:
+                    raise StaleCut(
+                        f"inode {write.inode} was cut ({held.cut}) after this write began ({write.cut})"
+                    )
+                pending = self._begin(write, next_version(held, place.epoch, above), held.version, place)
+                self.counters["led"] += 1
+                try:
+                    return await self._carry_out(pending)
+                except StaleVersion as error:
+                    above = max(above, error.version, pending.version)
+        finally:
+            self._led_bytes -= len(write.buffer)
+            self._end_turn(write.name)
+
+    # -- successors --------------------------------------------------------------------------------------------------
+
+    def follow(self, offer: Offer, link: int, write: Write) -> int | asyncio.Future[int]:
+        """Accept the write that the predecessor offers.
+
+        Returns the version that this target and all its successors committed: now, or as a future that fails
+        with the same errors. The write continues even if no caller waits for the result.
+
+        StaleEpoch, StaleVersion, StaleCut, NoSpace, ChecksumMismatch: nothing was done; see
+        poolmap/chains/protocol. Busy: nothing was done; offer the write again.
+        """
+        if link >> 32 == self._links.get(offer.sender, 0) >> 32 and link < self._links[offer.sender]:
+            # An offer over a newer connection has arrived before this one.
+            raise StaleEpoch("this came over a connection that was given up")
+        self._links[offer.sender] = link
+        try:
+            place, held = self._place_of(write.table, *write.name), self._held(write.name)
+        except CorruptRecord:
+            self._rebuilt(write)
+            raise Busy("the chunk can not be read here", retry_after_s=0.1) from None
+        answer, version = judge(place, held, offer)
+        if answer is Answer.NEW_EPOCH:
+            self._ask_map()
+            place = self._place_of(write.table, *write.name)
+            answer, version = judge(place, held, offer)
+        if answer is Answer.DONE:
+            return offer.version
+        if answer is Answer.SAME:
+            return self.pending[write.name].decided
+        if answer is Answer.NEW_EPOCH:
+            raise Busy("this target does not know the newest pool map yet", retry_after_s=0.02)
+        if answer in (Answer.OLD_EPOCH, Answer.NOT_OURS):
+            raise StaleEpoch("the chain has changed: fetch the map")
+        if answer is Answer.BUSY:
+            raise Busy("another write of the chunk is not decided")
+        if answer is Answer.CUT:
+            raise StaleCut(f"inode {write.inode} was cut ({held.cut}) after this write began ({write.cut})")
+        if answer is Answer.TOO_LOW:
+            error = StaleVersion(f"chunk {write.index} of inode {write.inode} has had version {version}")
+            error.version = version
+            raise error
+        self.counters["followed"] += 1
+        whole, place = place, until(place, offer.last)
+        if (
+            answer is Answer.TAKE
+            and place.is_last
+            and not self._store.places_first(write.offset, len(write.buffer))
+        ):
+            try:
+                return self._write_now(write, offer.version, None)
+            except MustWait:
+                pass
+            except ChecksumMismatch as error:
+                if error.damaged is None:
+                    raise
+            except DriveFailed as error:
+                self._cannot(error)
+                raise
+        pending = self._begin(write, offer.version, offer.base, place)
+        pending.whole = whole
+        task = self._own(self._carry_out(pending, offer.sender if answer is Answer.FETCH else 0))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return pending.decided
+
+    # -- head and successors -----------------------------------------------------------------------------------------
+
+    def _held(self, name: Name) -> MemberChunkState:
+        pending = self.pending.get(name)
+        version, floor, cut, requests = self._store.held(*name)
+        cutting = self._cutting.get(name[0])
+        return MemberChunkState(
+            version,
+            floor,
+            max(cut, *cutting) if cutting else cut,
+            requests,
+            pending.version if pending else 0,
+        )
+
+    def _begin(self, write: Write, version: int, base: int, place: ChainPosition) -> Pending:
+        pending = Pending(write, version, base, place, asyncio.get_running_loop().create_future())
+        self.pending[write.name] = pending
+        self._store.changing(*write.name)
+        return pending
+
+    async def _carry_out(self, pending: Pending, fetch_from: int = 0) -> int:
+        """Run the pending write until it is decided."""
+        write, placed = pending.write, None
+        try:
+            if fetch_from:
+                await self._in_line(pending, fetch_from)
+            placed = await self._prepared(write)
+            version = await self._decide(pending, placed)
+        except BaseException as error:
+            if isinstance(error, DriveFailed):
+                self._cannot(error)
+            self._end(
+                pending,
+                error if isinstance(error, Exception) else errors.Draining("the store is being closed"),
+            )
+            raise
+        finally:
+            if placed is not None:
+                self._store.drop_placed(placed)
+        self._end(pending, version)
+        return version
+
+    async def _prepared(self, write: Write) -> Placed:
+        """Call ChunkStore.prepare.
+
+        A damaged block that the write covers in part is repaired first. Both the first and the last block of
+        a write may be damaged.
+        """
+        for _ in range(2):
+            try:
+                return await self._store.prepare(
+                    write.inode, write.index, write.offset, write.buffer, write.checksums, write.cipher
+                )
+            except ChecksumMismatch as error:
+                if error.damaged is None or self.mend is None or not await self.mend(*error.damaged):
+                    raise
+        return await self._store.prepare(
+            write.inode, write.index, write.offset, write.buffer, write.checksums, write.cipher
+        )
+
+    def _rebuilt(self, write: Write) -> asyncio.Task[bool]:
+        """Return the rebuild task of this chunk. Concurrent callers share one task."""
+        task = self._rebuilding.get(write.name)
+        if task is None:
+            task = self._rebuilding[write.name] = self._own(self._rebuild(write))
+            task.add_done_callback(
+                lambda done: (self._rebuilding.pop(write.name), done.cancelled() or done.exception())
+            )
+        return task
+
+    async def _rebuild(self, write: Write) -> bool:
+        return self.rebuild is not None and await self.rebuild(write.inode, write.index, write.table)
+
+    def _end(self, pending: Pending, outcome: int | Exception) -> None:
+        if self.pending.get(pending.write.name) is pending:
+            del self.pending[pending.write.name]
+        if isinstance(outcome, Exception):
+            pending.decided.set_exception(outcome)
+            pending.decided.exception()  # marks the exception as retrieved: perhaps no caller waits
+        else:
+            pending.decided.set_result(outcome)
+
+    async def _in_line(self, pending: Pending, source: int) -> None:
+        """Fetch the chunk from the predecessor: the write builds on its version."""
+        write = pending.write
+        if self.fetch is None:
+            raise Busy("this target has another version of the chunk")
+        await self.fetch(write.table, write.inode, write.index, source)
+        self.counters["fetched"] += 1
+        found = self._store.held(write.inode, write.index).version
+        if found != pending.base:
+            raise Busy(f"this target has version {found} of the chunk, not {pending.base}")
+
+    async def _decide(self, pending: Pending, placed: Placed) -> int:
+        tries = 0
+        while True:
+            if pending.dropped:
+                raise StaleEpoch("this target is no part of the chain any more", may_be_applied=True)
+            if pending.last:
+                return await self._commit(pending, placed)
+            place = pending.place
+            try:
+                committed = await self._offer(pending, place)
+            except NvpoolError as error:
+                if is_refusal(error):
+                    raise
+                if isinstance(error, StaleEpoch | WrongTarget):
+                    self._ask_map()
+                tries += 1
+                self.counters["offered_again"] += 1
+                level = logging.WARNING if tries in (8, 64) else logging.DEBUG
+                log.log(
+                    level,
+                    "target %d: chunk %d of inode %d waits for target %d: %s",
+                    self._target,
+                    pending.write.index,
+                    pending.write.inode,
+                    place.successor,
+                    error,
+                )
+                await self._pause(
+                    pending, max(error.retry_after_s, min(AGAIN_S_MAX, AGAIN_S * 2 ** min(tries, 10)))
+                )
+                continue
+            if committed:
+                return await self._commit(pending, placed)
+
+    async def _pause(self, pending: Pending, pause_s: float) -> None:
+        """Wait for `pause_s`, or until the chain changes."""
+        pending.waiter = asyncio.get_running_loop().create_future()
+        await asyncio.wait([pending.waiter], timeout=pause_s)
+        pending.waiter = None
+
+    async def _offer(self, pending: Pending, place: ChainPosition) -> bool:
+        """Offer the write to the successor and wait for the outcome.
+
+        Returns True if the successor and all members after it have committed, and False if the chain changed
+        in the meantime. Raises the refusal of the successor, or any error that leaves the outcome unknown.
+        """
+        write = pending.write
+        session, slot, sequence = write.request
+        request = pb.PeerWriteRequest(
+            target=place.successor,
+            sender=self._target,
+            table=write.table,
+            chain_epoch=place.epoch,
+            version=pending.version,
+            base=pending.base,
+            inode=write.inode,
+            index=write.index,
+            offset=write.offset,
+            cut=write.cut,
+            session=session,
+            slot=slot,
+            sequence=sequence,
+            checksums=write.checksums,
+            last=0 if place.members == pending.whole.members else place.members[-1],
+            wrapped_key=write.wrapped_key,
+        )
+        waiter = pending.waiter = asyncio.get_running_loop().create_future()
+
+        def done(reply: pb.PeerWriteReply | None, error: BaseException | None) -> None:
+            if not waiter.done():
+                waiter.set_result((reply, error))
+
+        pending.sending = self._peers.write(place.successor, place.number, request, write.buffer, done)
+        try:
+            outcome = await waiter
+        finally:
+            self._peers.give_up(pending.sending)
+            pending.waiter = pending.sending = None
+        if outcome is None:
+            return False
+        reply, error = outcome
+        if error is not None:
+            raise error
+        if reply.status:
+            refused = errors.BY_WIRE_CODE.get(reply.status, Busy)()
+            if isinstance(refused, StaleVersion):
+                refused.version = reply.version
+            raise refused
+        return True
+
+    async def _commit(self, pending: Pending, placed: Placed) -> int:
+        """Commit the write on this target.
+
+        If the first member to commit fails here, no member has done the write. If another member fails here,
+        its successors have done the write.
+        """
+        first = pending.last
+        try:
+            if placed.writing is not None:
+                await asyncio.shield(placed.writing)
+            for _ in range(_TRIES_MAX):
+                try:
+                    return self._write_now(pending.write, pending.version, placed)
+                except MustWait as wait:
+                    await wait.until()
+            raise Busy("the store did not find room for the write")
+        except NvpoolError as error:
+            if not first:
+                self._cannot(error)
+            raise
+
+    def _write_now(self, write: Write, version: int, placed: Placed | None) -> int:
+        return self._store.write_now(
+            write.inode,
+            write.index,
+            write.offset,
+            write.buffer,
+            write.checksums,
+            cut=write.cut,
+            request=write.request,
+            version=version,
+            placed=placed,
+            table=write.table,
+            cipher=write.cipher,
+        )
+
+    def _cannot(self, error: NvpoolError) -> None:
+        """Fence the store: other members have a write that this target cannot write."""
+        self._store.fence(f"a write that other targets have could not be carried out: {error}")
+
+    # -- waiting for decisions ---------------------------------------------------------------------------------------
+
+    def undecided(self, names) -> list[asyncio.Future]:
+        """Return the futures to await before a read of these chunks.
+
+        A read that begins now may return the state that is committed after them.
+        """
+        pending = self.pending
+        return [pending[name].decided for name in {*names} if name in pending]
+
+    async def wait_to_read(self, decisions: list[asyncio.Future], deadline_s: float) -> None:
+        """Wait for these decisions; raise Busy if they take too long, since another replica may know."""
+        self.counters["reads_waited"] += 1
+        timeout_s = max(0.0, min(READ_WAIT_S, deadline_s - self._clock.boottime_s()))
+        _, undecided = await asyncio.wait(decisions, timeout=timeout_s)
+        if undecided:
+            raise Busy("a write of the chunk is not decided: ask another target")
+
+    async def begin_cut(self, inodes: list[int], cut: int) -> None:
+        """Refuse writes with a smaller truncate number of these inodes from now on until `end_cut`.
+
+        On return no write to them is pending. Busy: this took too long; no write is refused.
+        """
+        for inode in inodes:
+            self._cutting.setdefault(inode, []).append(cut)
+        wanted = set(inodes)
+        try:
+            decisions = [pending.decided for name, pending in self.pending.items() if name[0] in wanted]
+            if decisions and (await asyncio.wait(decisions, timeout=CUT_WAIT_S))[1]:
+                raise Busy("writes of the file are not decided", retry_after_s=0.1)
+        except BaseException:
+            self.end_cut(inodes, cut)
+            raise
+
+    def end_cut(self, inodes: list[int], cut: int) -> None:
+        for inode in inodes:
+            self._cutting[inode].remove(cut)
+            if not self._cutting[inode]:
+                del self._cutting[inode]
+
+    # -- map changes, closing ----------------------------------------------------------------------------------------
+
+    def map_changed(self) -> None:
+        for pending in list(self.pending.values()):
+            now = self._place_of(pending.write.table, *pending.write.name)
+            if now == pending.whole:
+                continue
+            deciders = pending.deciders if now is None else deciders_now(pending.whole, now, pending.deciders)
+            step = next_step(pending.whole, now, deciders)
+            if step is Next.DROP:
+                pending.dropped = True
+            else:
+                pending.deciders = deciders
+                pending.older = pending.older or gained(pending.deciders, now)
+                pending.place, pending.whole = taking_part(now, pending.deciders), now
+                pending.last = step is Next.COMMIT
+            if pending.waiter is not None and not pending.waiter.done():
+                pending.waiter.set_result(None)
+
+    def settling(self) -> set[tuple[int, int]]:
+        """Return chains, as (table, number), in which a new member must not compare chunks yet.
+
+        These chains have a write that was pending before the member joined and that is decided without this
+        member.
+        """
+        return {
+            (pending.write.table, chain_of(*name)) for name, pending in self.pending.items() if pending.older
+        }
+
+    def _own(self, work: Coroutine) -> asyncio.Task:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Stop, and drop pending writes like the death of the process would."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._peers.close()
