@@ -35,7 +35,7 @@ from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.transport_registry import listen
 from nvpool.sdk.async_filesystem import AsyncFileSystem
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ME = Caller(os.getuid(), os.getgid())
 FILE_BYTES = 64 * MIB
@@ -59,7 +59,7 @@ async def serve(transport: str, port: int, directory: str | None) -> None:
         call.reply(b"", [block[: int.from_bytes(call.message, "little")]])
 
     block = memoryview(bytes(4 * MIB))
-    async with LocalPool(directory, capacities=(512 * MIB,), endpoints=endpoint) as pool:
+    async with InProcessPool(directory, capacities=(512 * MIB,), endpoints=endpoint) as pool:
         listener = await listen(endpoint("echo", 1), Greeting("echo"), echo)
         sys.stdout.buffer.write(encode_map(pool.pool_map) + b"\n")
         sys.stdout.buffer.flush()

@@ -15,12 +15,12 @@ import uvloop
 from nvpool.fuse.engines import ENGINES, make_engine
 from nvpool.fuse.mount_point import MountOptions
 from nvpool.fuse.ops.operations import FuseOps
-from nvpool.runtime.cpu_latency import Awake
+from nvpool.runtime.cpu_latency import CpuLatencyRequest
 from nvpool.testing.fakes.vfs import MemoryVfs
 
 
 async def serve(name: str, mount_point: Path) -> None:
-    awake = Awake(True)
+    awake = CpuLatencyRequest(True)
     engine = make_engine(
         name,
         FuseOps(MemoryVfs()),

@@ -29,7 +29,7 @@ from pathlib import Path
 from nvpool.cli.main import main as run_command
 from nvpool.cli.output import print_table, show_error
 from nvpool.cli.pool_path import find, session
-from nvpool.cli.progress import Look, shown
+from nvpool.cli.progress import ProgressSample, shown
 from nvpool.client.state.vfs_types import Caller
 from nvpool.core.checksum import crc32c
 from nvpool.core.errors import DriveFailed, Refused
@@ -123,7 +123,7 @@ class Quickstart:
             shown(
                 "compare",
                 work,
-                lambda: Look(counted.bytes, counted.total or None, f"{counted.files:,} files"),
+                lambda: ProgressSample(counted.bytes, counted.total or None, f"{counted.files:,} files"),
             )
         )
         if counted.wrong:

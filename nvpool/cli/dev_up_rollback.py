@@ -20,7 +20,7 @@ from nvpool.core.errors import NvpoolError
 from nvpool.host.pool_directory import PoolDirectory, being_made
 
 
-class Undoing:
+class DevUpRollback:
     """Context manager around the work of `dev up`. `mountpoint` is where the pool will be mounted."""
 
     def __init__(self, directory: PoolDirectory, mountpoint: str | None) -> None:
@@ -37,7 +37,7 @@ class Undoing:
         self._place_was_there = mountpoint is None or os.path.lexists(mountpoint)
         self._before: dict[int, Callable[[int, FrameType | None], Any] | int | signal.Handlers | None] = {}
 
-    def __enter__(self) -> Undoing:
+    def __enter__(self) -> DevUpRollback:
         for number in (signal.SIGTERM, signal.SIGHUP):
             with contextlib.suppress(ValueError):  # not in the main thread: a test
                 if signal.getsignal(number) is signal.SIG_DFL:

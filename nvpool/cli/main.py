@@ -104,7 +104,7 @@ code is "usage" for a wrong command line, "interrupted" for Ctrl-C, else the kin
 """
 
 
-class Nouns(click.Group):
+class CommandGroup(click.Group):
     """Click group that imports a command only when the command line names it."""
 
     def list_commands(self, context: click.Context) -> list[str]:
@@ -156,7 +156,7 @@ def _print_version(context: click.Context, _: click.Parameter, asked_for: bool) 
 
 
 @click.command(
-    cls=Nouns,
+    cls=CommandGroup,
     epilog=EXIT_CODES,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )

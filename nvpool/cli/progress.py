@@ -24,7 +24,7 @@ LINE_S = 5.0
 """Interval of lines in a pipe: short enough to see that the command lives, long enough for a log."""
 
 
-class Look(NamedTuple):
+class ProgressSample(NamedTuple):
     """One sample of the work. `total` is None, or still grows, until the total is known."""
 
     done: int
@@ -34,7 +34,7 @@ class Look(NamedTuple):
 
 
 async def shown(
-    title: str, work: Awaitable[Result], look: Callable[[], Look], *, quiet: bool = False
+    title: str, work: Awaitable[Result], look: Callable[[], ProgressSample], *, quiet: bool = False
 ) -> Result:
     """Await `work`, show samples of `look` meanwhile, return the result. Cancelled with its caller."""
     task = asyncio.ensure_future(work)
@@ -46,7 +46,7 @@ async def shown(
         task.cancel()
 
 
-async def _lines(title: str, task: asyncio.Future[Result], look: Callable[[], Look]) -> Result:
+async def _lines(title: str, task: asyncio.Future[Result], look: Callable[[], ProgressSample]) -> Result:
     began_s = SYSTEM_CLOCK.boottime_s()
     while not task.done():
         await asyncio.wait([task], timeout=LINE_S)
@@ -60,7 +60,7 @@ async def _lines(title: str, task: asyncio.Future[Result], look: Callable[[], Lo
     return await task
 
 
-async def _bar(title: str, task: asyncio.Future[Result], look: Callable[[], Look]) -> Result:
+async def _bar(title: str, task: asyncio.Future[Result], look: Callable[[], ProgressSample]) -> Result:
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -1,6 +1,6 @@
 """Switchable coordinator: a relay to another coordinator, and a read-only one for outages.
 
-The supervisor has one Relay for life: first over the embedded coordinator, then over etcd, and over a HeldMap
+The supervisor has one Relay for life: first over the embedded coordinator, then over etcd, and over a LastKnownMap
 while neither is reachable. A watcher notices nothing of a switch except a new map; leases end with the
 coordinator that granted them.
 """
@@ -16,7 +16,7 @@ from nvpool.core.errors import Unavailable
 from nvpool.poolmap.model import PoolMap
 
 
-class HeldMap:
+class LastKnownMap:
     """Read-only coordinator with the last known map; `reason` explains why nothing can be changed.
 
     With it a lost etcd does not stop reads and writes.

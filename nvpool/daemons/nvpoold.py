@@ -134,7 +134,7 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
     from nvpool.core.endpoint import parse_endpoint
     from nvpool.host.pool_directory import announcement
     from nvpool.node.admin.certificate_renewal import settle_keys
-    from nvpool.node.coordination.map_backend import MapKeeper
+    from nvpool.node.coordination.map_backend import MapBackend
     from nvpool.node.supervisor import Supervisor
     from nvpool.rpc.api import Greeting
     from nvpool.runtime.daemon_lifecycle import follow_members, is_wanted, limits_of, listen_on
@@ -152,7 +152,7 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
             failed.exception()  # mark as retrieved, in case the process ends for another reason
 
     settle_keys(directory)
-    keeper = await MapKeeper.open(directory, config, fence)
+    keeper = await MapBackend.open(directory, config, fence)
     coordinator = keeper.relay
     directory.keep_reserve()
     pool_map = coordinator.pool_map

@@ -17,7 +17,7 @@ from functools import partial
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.programs import Program
-from nvpool.daemons.store_heartbeat import Beating
+from nvpool.daemons.store_heartbeat import HeartbeatSender
 from nvpool.host.pool_directory import write_whole
 from nvpool.host.pool_directory_modes import group_number
 from nvpool.rpc.fd_passing import path_beside
@@ -50,7 +50,7 @@ class _Store(StoreService):
     def follow(self, opened: ServiceContext) -> None:
         self._opened = opened
         node = opened.directory.node
-        self._beats = Beating(
+        self._beats = HeartbeatSender(
             self, opened.dialer, lambda: (self._map or opened.pool_map).node_by_id[node].endpoints
         )
 

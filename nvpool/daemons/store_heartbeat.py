@@ -22,7 +22,7 @@ from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.lease_renewal import LeaseCalls
 from nvpool.rpc.v1.pool_pb2 import AliveReply, AliveRequest
 from nvpool.rpc.v1.wire_pb2 import POOL_ALIVE
-from nvpool.store.replication.reachability import Reach
+from nvpool.store.replication.reachability import ReachabilityProbe
 from nvpool.store.server.service import StoreService
 
 _ANSWER_S = 1.0
@@ -34,7 +34,7 @@ _USED_EVERY = 4
 log = logging.getLogger("nvpool.daemons.store_heartbeat")
 
 
-class Beating:
+class HeartbeatSender:
     def __init__(
         self,
         service: StoreService,
@@ -52,7 +52,9 @@ class Beating:
         self._reach = (
             None
             if peers is None
-            else Reach(peers, Dialer(dialer.greeting, clock=clock), clock, on_change=self._news.set)
+            else ReachabilityProbe(
+                peers, Dialer(dialer.greeting, clock=clock), clock, on_change=self._news.set
+            )
         )
         self._used_bytes = 0
         self._count = 0

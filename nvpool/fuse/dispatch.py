@@ -15,8 +15,8 @@ from typing import Any
 
 from nvpool.client.state.vfs_types import NOW, Caller
 from nvpool.core.clock import stopwatch_s
-from nvpool.fuse.metrics import Spent
-from nvpool.fuse.notify import ByProcess, ByThreads
+from nvpool.fuse.metrics import FuseTimes
+from nvpool.fuse.notify import ProcessNotifier, ThreadNotifier
 from nvpool.fuse.ops.eager_coroutine import WAITS, EagerCoroutine
 from nvpool.fuse.ops.operations import ASK, FuseOps, errno_of
 from nvpool.fuse.ops.page_cache_bypass import ASIDE
@@ -52,7 +52,7 @@ class KernelRequests:
 
     def __init__(self, ops: FuseOps, request_bytes_max: int) -> None:
         self._ops = ops
-        self.spent = Spent()
+        self.spent = FuseTimes()
         self.read_bytes = self.written_bytes = 0
         self._fd = -1
         # request that a read worker forwarded -> the descriptor that it was read from
@@ -62,7 +62,7 @@ class KernelRequests:
         self._keep_attr = replies.seconds(ops.options.attr_timeout_s)
         self._keep_entry = replies.seconds(ops.options.entry_timeout_s)
         self._keep_absent = replies.seconds(ops.options.negative_timeout_s)
-        self.notices: ByThreads | ByProcess = ByThreads()
+        self.notices: ThreadNotifier | ProcessNotifier = ThreadNotifier()
         """Sender of notifications. The mount daemon may replace it."""
         self._spare: EagerCoroutine
         self._late: list[bytes] = []  # RELEASE requests

@@ -106,9 +106,9 @@ def make_engine(
     """
     if engine_of(wanted, writeback=options.writeback) == "kernel":
         if keep is not None:
-            from nvpool.fuse.kernel.replay_engine import KeepingEngine
+            from nvpool.fuse.kernel.replay_engine import ReplayEngine
 
-            return KeepingEngine(ops, mount_point, options, on_ready, on_burst, keep)
+            return ReplayEngine(ops, mount_point, options, on_ready, on_burst, keep)
         from nvpool.fuse.kernel.connection import KernelEngine
 
         return KernelEngine(ops, mount_point, options, on_ready, on_burst)

@@ -13,7 +13,7 @@ from nvpool.metrics.exposition import Page
 from nvpool.metrics.registry import Times
 
 
-class Spent:
+class FuseTimes:
     __slots__ = ("times",)
 
     def __init__(self) -> None:

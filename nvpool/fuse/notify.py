@@ -33,7 +33,7 @@ _NUMBER = struct.Struct("=I")
 log = logging.getLogger(__name__)
 
 
-class ByThreads:
+class ThreadNotifier:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NOTICERS, thread_name_prefix="fuse-notice")
 
@@ -52,14 +52,14 @@ class ByThreads:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-class ByProcess(asyncio.Protocol):
+class ProcessNotifier(asyncio.Protocol):
     """Sender in another process, which runs `write_for` with the other end of the connection.
 
     After that process has died, threads of this one send.
     """
 
     def __init__(self) -> None:
-        self._otherwise = ByThreads()
+        self._otherwise = ThreadNotifier()
         self._transport: asyncio.Transport | None = None
         self._asked: dict[int, asyncio.Future[bool]] = {}
         self._numbers = count()
@@ -77,7 +77,7 @@ class ByProcess(asyncio.Protocol):
         )
 
     async def write(self, descriptor: int, notices: list[bytes]) -> None:
-        """Send notifications as ByThreads.write does."""
+        """Send notifications as ThreadNotifier.write does."""
         if self._transport is not None:
             number = next(self._numbers) & 0xFFFFFFFF
             done = self._asked[number] = asyncio.get_running_loop().create_future()
@@ -114,7 +114,7 @@ class ByProcess(asyncio.Protocol):
 
 
 def write_for(connection: socket.socket) -> int:
-    """Write notifications for a ByProcess until it closes the connection; returns the exit code.
+    """Write notifications for a ProcessNotifier until it closes the connection; returns the exit code.
 
     Does not wait for a write that is in progress then.
     """

@@ -12,7 +12,7 @@ from nvpool.kv.journal import Journal
 from nvpool.kv.lmdb_env import LmdbTree
 
 
-class Floor:
+class EngineRuntime:
     """Runtime on the real machine."""
 
     def thread(self, name: str) -> Executor:
@@ -26,4 +26,4 @@ class Floor:
         return LmdbTree(directory, map_bytes)
 
 
-FLOOR = Floor()
+FLOOR = EngineRuntime()

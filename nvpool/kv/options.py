@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from nvpool.core.errors import InvalidRequest
 from nvpool.core.units import MIB
-from nvpool.kv.engine_runtime import FLOOR, Floor
+from nvpool.kv.engine_runtime import FLOOR, EngineRuntime
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class LmdbOptions:
     journal_bytes: int = 32 * MIB
     """Size of each of the two files. A checkpoint begins when half of a file is used; one change has at most
     an eighth."""
-    floor: Floor = FLOOR
+    floor: EngineRuntime = FLOOR
 
     def __post_init__(self) -> None:
         if self.durability not in ("interval", "always"):

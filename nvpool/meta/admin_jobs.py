@@ -58,7 +58,7 @@ class _Run:
         self.last: JobReply | None = None
 
 
-class Runs:
+class AdminJobs:
     """Checks and dumps in progress."""
 
     def __init__(self, clock: Clock) -> None:
@@ -131,7 +131,7 @@ Carry = Callable[[Mend], Awaitable[None]]
 
 
 async def fsck_step(
-    runs: Runs, request: pb.FsckRequest, kv: Kv, view: View, numbers: Numbers, make: Any, carry: Carry
+    runs: AdminJobs, request: pb.FsckRequest, kv: Kv, view: View, numbers: Numbers, make: Any, carry: Carry
 ) -> JobReply:
     while kv.full:
         await kv.room()
@@ -198,7 +198,7 @@ async def _report_problems(
         )
 
 
-def dump_step(runs: Runs, request: pb.DumpRequest, view: View, shard: int) -> JobReply:
+def dump_step(runs: AdminJobs, request: pb.DumpRequest, view: View, shard: int) -> JobReply:
     if request.cursor:
         number, run, again = runs.find(request.cursor, dump.Dump)
         if again:

@@ -20,7 +20,7 @@ WAITING_MAX = 4096
 """Highest number of requests that wait at the same time. A request beyond it fails with Busy."""
 
 
-class Waits:
+class DeferredReplies:
     """All requests of a service that wait, each in a task of its own."""
 
     def __init__(self, clock: Clock, who: str, on_fenced: Callable[[Fenced], None]) -> None:

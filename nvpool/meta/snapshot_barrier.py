@@ -37,7 +37,7 @@ MOMENT_S = 2.0
 _NO_NUMBER = "a moment has a number, which is not 0 and is drawn when it begins"
 
 
-class Moment:
+class SnapshotBarrier:
     """Snapshot barrier of one shard; at most one is in progress at a time."""
 
     def __init__(self, wait_settled: Callable[[], Awaitable[None]]) -> None:

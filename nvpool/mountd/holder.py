@@ -2,7 +2,7 @@
 
 Run as `python -m nvpool.mountd.holder [options] POOL MOUNTPOINT`, with the arguments of mountd/server.
 
-The serving process is forked off the fork server (mountd/forkserver, here `Zygote`), which has all modules in
+The serving process is forked off the fork server (mountd/forkserver, here `ForkServer`), which has all modules in
 memory. The holder receives from the serving process the descriptors of /dev/fuse and of the mount state
 (shared memory, shm/mount_state), and keeps them open. When the serving process dies in any way but an orderly
 end, the holder immediately has another one forked, which gets both descriptors and continues: the mount never
@@ -65,7 +65,7 @@ DESCRIPTORS_MAX = 253
 log = logging.getLogger("nvpool.mountd.holder")
 
 
-class Zygote:
+class ForkServer:
     """The fork server: the process off which serving processes are forked."""
 
     def __init__(self, words: list[str]) -> None:
@@ -80,7 +80,7 @@ class Zygote:
         self.pidfd = os.pidfd_open(self._popen.pid)
         self.started_s = SYSTEM_CLOCK.boottime_s()
 
-    def serve(self, descriptors: list[int]) -> Serving:
+    def serve(self, descriptors: list[int]) -> ServingProcess:
         """Have a serving process forked.
 
         If that fails, the result is one that has ended without a message.
@@ -88,7 +88,7 @@ class Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, contextlib.suppress(OSError):
             socket.send_fds(self.control, [b"serve"], [theirs.fileno(), *descriptors])
-        return Serving(ours)
+        return ServingProcess(ours)
 
     def end(self) -> int:
         """Kill the fork server and return its exit code."""
@@ -98,7 +98,7 @@ class Zygote:
         return self._popen.wait()
 
 
-class Serving:
+class ServingProcess:
     """A serving process: the current one, or its successor that waits to take over (the heir)."""
 
     def __init__(self, control: socket.socket, pidfd: int = -1) -> None:
@@ -131,10 +131,10 @@ class Serving:
 class Holder:
     def __init__(self, words: list[str]) -> None:
         self._words = words
-        self._serving: Serving | None = None
-        self._heir: Serving | None = None
-        self._zygote: Zygote | None = None
-        self._heirs_zygote: Zygote | None = None
+        self._serving: ServingProcess | None = None
+        self._heir: ServingProcess | None = None
+        self._zygote: ForkServer | None = None
+        self._heirs_zygote: ForkServer | None = None
         self._zygote_s = 0.0  # when the next fork server may be started
         self._zygote_pause_s = 0.0
         self._descriptors: list[int] = []
@@ -159,7 +159,7 @@ class Holder:
     def adopt(self, pidfd: int, control: int, *descriptors: int) -> None:
         """Take over a running serving process with these descriptors; its holder has died."""
         self._descriptors = list(descriptors)
-        self._serving = Serving(socket.socket(fileno=control), pidfd)
+        self._serving = ServingProcess(socket.socket(fileno=control), pidfd)
 
     def run(self) -> int:
         if self._serving is None:
@@ -209,10 +209,10 @@ class Holder:
 
     # -- processes -------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> Serving:
+    def _start(self) -> ServingProcess:
         if self._zygote is None:
             self._zygote_s = 0.0
-            self._zygote = Zygote(self._words)
+            self._zygote = ForkServer(self._words)
         return self._zygote.serve(self._descriptors)
 
     def _look_at_zygote(self) -> None:
@@ -233,9 +233,9 @@ class Holder:
             log.warning("the process that waits to fork has ended (%s)", _exit_text(code))
         if self._zygote is None and self._serving is not None and now_s >= self._zygote_s:
             self._zygote_s = 0.0
-            self._zygote = Zygote(self._words)
+            self._zygote = ForkServer(self._words)
 
-    def _listen(self, process: Serving) -> None:
+    def _listen(self, process: ServingProcess) -> None:
         while True:
             try:
                 said, numbers, _, _ = socket.recv_fds(
@@ -349,7 +349,7 @@ class Holder:
                 and self._may_be_replaced()
             ):
                 log.info("the serving process is being replaced")
-                self._heirs_zygote = Zygote(self._words)
+                self._heirs_zygote = ForkServer(self._words)
                 self._heir = self._heirs_zygote.serve(self._descriptors)
 
 

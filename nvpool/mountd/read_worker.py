@@ -17,12 +17,12 @@ from nvpool.client.metrics import measure_client
 from nvpool.client.pool_client import Client
 from nvpool.core.config import Config
 from nvpool.core.errors import NvpoolError
-from nvpool.fuse.kernel.read_worker import ReaderEngine
+from nvpool.fuse.kernel.read_worker import ReadWorkerEngine
 from nvpool.fuse.kernel.read_worker_channel import Channel
-from nvpool.fuse.ops.read_worker import LOOK_S, ReaderOps
+from nvpool.fuse.ops.read_worker import LOOK_S, ReadWorkerOps
 from nvpool.metrics.exposition import Page
 from nvpool.mountd.arguments import client_options, start_mount_log
-from nvpool.runtime.cpu_latency import Awake
+from nvpool.runtime.cpu_latency import CpuLatencyRequest
 from nvpool.runtime.daemon_process import run
 from nvpool.runtime.metrics import own_page
 from nvpool.shm.mount_state import KeptHandles
@@ -45,9 +45,9 @@ async def serve(
         name=f"mount {arguments.mountpoint} reader",
         options=client_options(arguments, config.client)._replace(leases=False),
     )
-    awake = Awake(config.processors.awake)
-    ops = ReaderOps(client.vfs, KeptHandles(memory))
-    engine = ReaderEngine(ops, Channel(connection, 4096), awake.touch)
+    awake = CpuLatencyRequest(config.processors.awake)
+    ops = ReadWorkerOps(client.vfs, KeptHandles(memory))
+    engine = ReadWorkerEngine(ops, Channel(connection, 4096), awake.touch)
     engine.adopt(clone)
 
     def measure(page: Page) -> None:
@@ -73,7 +73,7 @@ async def serve(
         await client.close(CLOSE_S)
 
 
-async def _close_old(ops: ReaderOps) -> None:
+async def _close_old(ops: ReadWorkerOps) -> None:
     while True:
         await asyncio.sleep(LOOK_S)
         try:

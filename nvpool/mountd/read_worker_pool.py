@@ -24,7 +24,7 @@ from nvpool.core.config import Config
 from nvpool.core.errors import NvpoolError
 from nvpool.core.programs import Program
 from nvpool.fuse.kernel.connection import KernelEngine
-from nvpool.fuse.kernel.read_worker_channel import Channel, Passing, clone
+from nvpool.fuse.kernel.read_worker_channel import Channel, ForwardedReads, clone
 from nvpool.metrics.exposition import Page
 from nvpool.mountd import read_worker as mount_worker
 from nvpool.mountd.holder_client import HolderClient, has_ended
@@ -51,7 +51,7 @@ class IdleWorker(NamedTuple):
 def fork_readers(
     count: int, arguments: Namespace, config: Config, held: HolderClient, not_theirs: socket.socket
 ) -> list[IdleWorker]:
-    """Fork `count` read workers, which wait for `Readers.start` or for the end of this process.
+    """Fork `count` read workers, which wait for `ReadWorkerPool.start` or for the end of this process.
 
     If fewer can be forked, the log has the reason and the result is shorter.
     """
@@ -76,7 +76,7 @@ def fork_readers(
     return made
 
 
-class Readers:
+class ReadWorkerPool:
     """The read workers of one mount.
 
     `waiting`: the result of fork_readers. `on_serving` is called with the pid of each worker that starts to
@@ -94,7 +94,7 @@ class Readers:
         self._engine = engine
         self._waiting = waiting
         self._on_serving = on_serving
-        self._passings: dict[Passing, IdleWorker] = {}
+        self._passings: dict[ForwardedReads, IdleWorker] = {}
         self._ending = False
 
     def start(self) -> None:
@@ -114,7 +114,7 @@ class Readers:
                 with contextlib.suppress(ConnectionError):
                     socket.send_fds(reader.connection, [b"."], [descriptor, self._held.memory_descriptor])
                 channel = Channel(reader.connection, self._engine.request_bytes_max)
-                self._passings[Passing(channel, descriptor, self._lost)] = reader
+                self._passings[ForwardedReads(channel, descriptor, self._lost)] = reader
                 pidfds.append(os.dup(reader.pidfd))
         except (NvpoolError, OSError) as error:
             log.error("this mount has fewer processes than it was to have: %s", error)
@@ -124,13 +124,13 @@ class Readers:
         for passing in self._passings:  # only now: from here on, a successor knows of these workers
             self._engine.let_read(passing, self._come_in)
 
-    def _come_in(self, passing: Passing) -> None:
+    def _come_in(self, passing: ForwardedReads) -> None:
         passing.go()
         pid = self._passings[passing].pid
         log.info("process %d reads for this mount too", pid)
         self._on_serving(pid)
 
-    def _lost(self, passing: Passing) -> None:
+    def _lost(self, passing: ForwardedReads) -> None:
         if self._ending:
             return
         reader = self._passings[passing]

@@ -40,7 +40,7 @@ from nvpool.core.member_names import MEMBER_S
 from nvpool.core.units import MIB
 from nvpool.fuse.engines import Engine, engine_of, is_held, make_engine
 from nvpool.fuse.mount_point import MountOptions, check_mount_point, set_read_ahead, unmount
-from nvpool.fuse.notify import ByProcess
+from nvpool.fuse.notify import ProcessNotifier
 from nvpool.fuse.ops.mount_views import directory_at, parts_of, view_of
 from nvpool.fuse.ops.operations import FuseOptions
 from nvpool.host.mountinfo import Mount, mount_at, place_of
@@ -59,9 +59,9 @@ from nvpool.mountd.arguments import (
     start_mount_log,
 )
 from nvpool.mountd.holder_client import HolderClient, hand_to_holder
-from nvpool.mountd.read_worker_pool import IdleWorker, Readers, fork_readers
+from nvpool.mountd.read_worker_pool import IdleWorker, ReadWorkerPool, fork_readers
 from nvpool.poolmap.model import PoolMap
-from nvpool.runtime.cpu_latency import Awake
+from nvpool.runtime.cpu_latency import CpuLatencyRequest
 from nvpool.runtime.daemon_process import Stop, exit_code, notify_ready, run
 from nvpool.runtime.metrics import own_page
 from nvpool.shm.mount_state import KeptMemory, Word
@@ -173,7 +173,7 @@ class _Mounted:
         self._mount: Mount | None = None
         self._held = held
         self._engine = ""
-        self._readers: Readers | None = None
+        self._readers: ReadWorkerPool | None = None
         self._beside = beside or []
         self._notices = notices
         self._announcing: asyncio.Future | None = None
@@ -228,7 +228,7 @@ class _Mounted:
         if self._directory is None:
             self._directory = directory_here(client.pool_map)
         renewing = asyncio.ensure_future(self._keep_certificate(client))
-        awake = Awake(self._config.processors.awake)
+        awake = CpuLatencyRequest(self._config.processors.awake)
         keeps = held is not None and (held.has_requests if held.goes_on else keeps_requests(arguments))
         engine = make_engine(
             arguments.engine or section.engine,
@@ -242,7 +242,9 @@ class _Mounted:
         self._engine = engine.name
         if held is not None:
             ops.published.on = bool(self._beside)
-            self._readers = Readers(held, engine, self._beside, lambda pid: self._announce("reader", pid))
+            self._readers = ReadWorkerPool(
+                held, engine, self._beside, lambda pid: self._announce("reader", pid)
+            )
         scraping: asyncio.Future | None = None
         name = f"mount-{os.getpid()}"
         try:
@@ -256,7 +258,7 @@ class _Mounted:
                 set_read_ahead(self._mount, arguments.read_ahead)
             if held is not None:
                 engine.notices.close()
-                engine.notices = ByProcess()
+                engine.notices = ProcessNotifier()
                 await engine.notices.begin(self._notices, engine.descriptor)
             serving = asyncio.ensure_future(engine.serve())
             asked = asyncio.ensure_future(self._stop.asked.wait())

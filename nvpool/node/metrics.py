@@ -24,7 +24,7 @@ from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1.pool_pb2 import MetricsReply, MetricsRequest
 from nvpool.rpc.v1.wire_pb2 import PROCESS_METRICS
-from nvpool.security.ca import Described
+from nvpool.security.ca import CertificateFacts
 
 ANSWER_S, ANSWER_S_MAX = 2.0, 30.0
 """Time limits for the processes of a node: far below Prometheus's default scrape timeout of ten seconds."""
@@ -129,7 +129,7 @@ def measure_pool(
         page.set(metrics.CHILD_RESTARTS, child.restarts, child=child.name)
 
 
-def measure_certificates(page: Page, found: Mapping[str, Described], now_s: float) -> None:
+def measure_certificates(page: Page, found: Mapping[str, CertificateFacts], now_s: float) -> None:
     for kind, one in found.items():
         page.set(metrics.CERTIFICATE_LEFT, one.ends_s - now_s, kind=kind)
 

@@ -21,12 +21,12 @@ from nvpool.core.version import VERSION
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.node.admin.certificate_store import CertificateStore
 from nvpool.node.admin.drives import MoveProgress, drives_status
-from nvpool.node.admin.lost_files import Losses
+from nvpool.node.admin.lost_files import LostFiles
 from nvpool.node.admin.nodes import node_map_status
 from nvpool.node.admin.scrub import scrub_status
 from nvpool.node.admin.shards import shards_status
 from nvpool.node.child_process import Child
-from nvpool.node.coordination.etcd_members import EtcdKeeper
+from nvpool.node.coordination.etcd_members import EtcdMembers
 from nvpool.node.coordination.leadership import Leading
 from nvpool.node.health_history import HealthWatch
 from nvpool.poolmap.certificate_expiry import problems as expiring_problems
@@ -65,7 +65,7 @@ class PoolStatus:
         coordinator: MapCoordinator,
         leading: Leading,
         dialer: Dialer,
-        etcd: EtcdKeeper | None,
+        etcd: EtcdMembers | None,
         children: Mapping[str, Child],
         certificates: CertificateStore,
         *,
@@ -89,7 +89,7 @@ class PoolStatus:
         self._replace_after_s = replace_after_s
         self._plain_text = plain_text
         self._since_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
-        self._losses = Losses(directory)
+        self._losses = LostFiles(directory)
         self._progress = MoveProgress()
         self._paths = KnownPaths(lambda: coordinator.pool_map, dialer, SYSTEM_CLOCK)
         self.watch = HealthWatch(lambda: coordinator.pool_map, self._targets)

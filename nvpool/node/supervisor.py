@@ -43,16 +43,16 @@ from nvpool.node import metrics as node_metrics
 from nvpool.node.admin.certificate_renewal import keep_renewed, renew_once
 from nvpool.node.admin.certificate_store import CertificateStore
 from nvpool.node.admin.drives import Drives
-from nvpool.node.admin.join_server import Reception
+from nvpool.node.admin.join_server import JoinServer
 from nvpool.node.admin.nodes import Nodes, look_after
-from nvpool.node.admin.scrub import Scrubbing
+from nvpool.node.admin.scrub import ScrubCommands
 from nvpool.node.admin.shards import MetaShards
 from nvpool.node.child_process import Child
-from nvpool.node.coordination.chain_reset import NewChains
-from nvpool.node.coordination.etcd_members import EtcdKeeper
+from nvpool.node.coordination.chain_reset import ChainReset
+from nvpool.node.coordination.etcd_members import EtcdMembers
 from nvpool.node.coordination.leadership import Leading
-from nvpool.node.coordination.map_backend import MapKeeper
-from nvpool.node.coordination.shard_failover import ShardKeeper
+from nvpool.node.coordination.map_backend import MapBackend
+from nvpool.node.coordination.shard_failover import ShardFailover
 from nvpool.node.coordination.shard_members import ShardPlaces
 from nvpool.node.coordination.standby_checks import StuckStandbys, has_records
 from nvpool.node.status import PoolStatus
@@ -99,7 +99,7 @@ class Supervisor:
         failed: asyncio.Future[None],
         node: int = 1,
         greeting: Greeting | None = None,
-        keeper: MapKeeper | None = None,
+        keeper: MapBackend | None = None,
     ):
         """`failed` receives an error when this process cannot continue; `run` then raises it."""
         self._operators = operators = operators_of(config)
@@ -129,12 +129,12 @@ class Supervisor:
         self._audit = audit_log(directory, "nvpoold")
         self._certificates = CertificateStore(directory)
         self._reception = (
-            Reception(directory, keeper, self.leading.change, self._audit, self._certificates)
+            JoinServer(directory, keeper, self.leading.change, self._audit, self._certificates)
             if keeper is not None
             else None
         )
         self._etcd = (
-            EtcdKeeper(directory, config, keeper, self.leading, self._dialer) if keeper is not None else None
+            EtcdMembers(directory, config, keeper, self.leading, self._dialer) if keeper is not None else None
         )
         self._status = PoolStatus(
             directory,
@@ -149,7 +149,7 @@ class Supervisor:
             replace_after_s=config.supervisor.replace_after_s,
             plain_text=config.network.plain_text,
         )
-        self._keeper_of_shards = ShardKeeper(
+        self._keeper_of_shards = ShardFailover(
             lambda: coordinator.pool_map,
             self.leading.change_as_leader,
             SYSTEM_CLOCK,
@@ -187,13 +187,13 @@ class Supervisor:
             start=self._start_missing,
             end=self._end_target,
         )
-        self._scrubbing = Scrubbing(
+        self._scrubbing = ScrubCommands(
             node, lambda: coordinator.pool_map, self._dialer, lambda: read_grant_key(directory)
         )
         self._shards = MetaShards(
             directory, config, node, self.leading, self._dialer, start=self._start_missing
         )
-        self._new_chains = NewChains(
+        self._new_chains = ChainReset(
             self.leading, self._dialer, rights_s=config.meta.grant_s, has_ended=self._has_ended
         )
 
@@ -527,7 +527,7 @@ class Supervisor:
             wire_pb2.POOL_STOP: self._answer_stop,
             wire_pb2.PROCESS_METRICS: self._answer_metrics,
         }
-        answers |= dict.fromkeys(ShardKeeper.METHODS, self._answer_member)
+        answers |= dict.fromkeys(ShardFailover.METHODS, self._answer_member)
         answer = answers.get(call.method) or (self._reception and self._reception.answers.get(call.method))
         if answer is None:
             call.fail(InvalidRequest(f"a supervisor does not know method {call.method}"))

@@ -1,7 +1,7 @@
 """Revocation of rights to volumes: lets stores refuse access tokens (grants) before they expire.
 
 A grant is a signed right that a store verifies without a query, and it lives for minutes. When a right to a
-volume is revoked, the pool map gets an entry (`RightTaken`). A store with this map refuses grants of the
+volume is revoked, the pool map gets an entry (`RevokedRight`). A store with this map refuses grants of the
 volume and member that were issued under an older map. Clients with a refused grant request a new one from the
 metadata service, which issues one only to clients that still have the right. An entry is removed when all
 older grants have expired. There are at most TAKEN_MAX entries; beyond that, one entry covers all volumes.
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from nvpool.core.errors import InvalidRequest
 from nvpool.core.grants import EPOCH_MASK, READ, WRITE, Grant, member_tag, volume_tag
 from nvpool.core.member_names import check_member
-from nvpool.poolmap.model import PoolMap, RightTaken
+from nvpool.poolmap.model import PoolMap, RevokedRight
 
 TAKEN_MAX = 256
 """Maximum number of entries: each process stores the whole map, and an entry has 100 bytes."""
@@ -39,7 +39,7 @@ def taken(pool_map: PoolMap, volume: int, member: str, rights: int, now_ms: int,
         raise InvalidRequest(f"rights {rights} to volume {volume} can not be taken for {life_ms} ms")
     if member:
         check_member(member)
-    new = RightTaken(volume, member, rights, pool_map.epoch + 1, now_ms + life_ms)
+    new = RevokedRight(volume, member, rights, pool_map.epoch + 1, now_ms + life_ms)
     entries = []
     for one in pool_map.rights_taken:
         if one.until_ms <= now_ms:
@@ -50,7 +50,7 @@ def taken(pool_map: PoolMap, volume: int, member: str, rights: int, now_ms: int,
             entries.append(one)
     entries.append(new)
     if len(entries) > TAKEN_MAX:
-        entries = [RightTaken(0, "", ALL, new.epoch, max(one.until_ms for one in entries))]
+        entries = [RevokedRight(0, "", ALL, new.epoch, max(one.until_ms for one in entries))]
     return replace(pool_map, epoch=pool_map.epoch + 1, rights_taken=tuple(entries))
 
 
@@ -66,12 +66,12 @@ def without_ended(pool_map: PoolMap, now_ms: int) -> PoolMap:
     )
 
 
-class RightsTaken:
+class RevokedRights:
     """Revocations as a store uses them, once for each grant that it verifies. False if there are none."""
 
-    def __init__(self, entries: tuple[RightTaken, ...] = (), now_ms: int = 0) -> None:
+    def __init__(self, entries: tuple[RevokedRight, ...] = (), now_ms: int = 0) -> None:
         """Keep the entries that have not expired at `now_ms`."""
-        self._entries: dict[tuple[int, int], list[RightTaken]] = {}
+        self._entries: dict[tuple[int, int], list[RevokedRight]] = {}
         self.until_ms = 0
         """Earliest expiry of an entry; 0 if there are no entries."""
         for one in entries:

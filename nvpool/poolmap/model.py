@@ -271,7 +271,7 @@ class RebalanceSettings(msgspec.Struct, frozen=True):
     limit_bytes_s: int = 0
 
 
-class RightTaken(msgspec.Struct, frozen=True):
+class RevokedRight(msgspec.Struct, frozen=True):
     """A revoked right to a volume: stores refuse its grants that were issued before the map had `epoch`.
 
     poolmap/grant_revocation has the changes.
@@ -321,7 +321,7 @@ class PoolMap(msgspec.Struct, frozen=True, dict=True):
     """Shards that nodes have to create."""
     losses: tuple[Loss, ...] = ()
     """Permanent data losses of chains, the oldest first; chains refer to them by number."""
-    rights_taken: tuple[RightTaken, ...] = ()
+    rights_taken: tuple[RevokedRight, ...] = ()
     """Recently revoked rights to volumes."""
 
     @cached_property

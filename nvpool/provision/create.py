@@ -66,7 +66,7 @@ from nvpool.poolmap.file_layout import layout_of
 from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, PoolSettings, Shard, StandbyMember, Target
 from nvpool.poolmap.shards.members import SHARDS_MAX, STANDBYS_MAX, dealt, process_name
 from nvpool.provision.tokens import TOKEN_S, address_of, new_token, read_authority
-from nvpool.security.ca import Authority, request_certificate
+from nvpool.security.ca import CertificateAuthority, request_certificate
 from nvpool.security.tls import (
     AUTHORITY_FILE,
     AUTHORITY_KEY_FILE,
@@ -466,7 +466,7 @@ def found_authority(directory: PoolDirectory, pool_id: str, host: str) -> str:
     asked, hosts = request_certificate(), (host,) if host else ()
     for place in (directory.secret, directory.secret / ETCD_SECRET):
         place.mkdir(mode=0o700, exist_ok=True)
-        authority = Authority.make(pool_id)
+        authority = CertificateAuthority.make(pool_id)
         for name, content, mode in (
             (AUTHORITY_FILE, authority.certificate, 0o644),
             (AUTHORITY_KEY_FILE, authority.key, 0o600),

@@ -11,7 +11,7 @@ from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.errors import AccessDenied, from_os_error
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.poolmap.model import JoinToken, Node
-from nvpool.security.ca import Authority
+from nvpool.security.ca import CertificateAuthority
 from nvpool.security.join_tokens import SECRET_BYTES, Token, hash_of
 from nvpool.security.tls import AUTHORITY_FILE, AUTHORITY_KEY_FILE
 
@@ -20,7 +20,7 @@ TOKEN_S_MAX = 7 * 86_400.0
 KINDS = ("node", "client", "bridge")
 
 
-def new_token(authority: Authority, kind: str, lives_s: float) -> tuple[Token, JoinToken]:
+def new_token(authority: CertificateAuthority, kind: str, lives_s: float) -> tuple[Token, JoinToken]:
     """Create a token: the part for its holder, and the record for the map."""
     secret = SYSTEM_CLOCK.secret(SECRET_BYTES)
     return (
@@ -33,11 +33,13 @@ def now_ms() -> int:
     return SYSTEM_CLOCK.wall_ns() // 1_000_000
 
 
-def read_authority(directory: PoolDirectory, below: str = "") -> Authority:
+def read_authority(directory: PoolDirectory, below: str = "") -> CertificateAuthority:
     """Read the pool's CA from secret/. AccessDenied: this node does not have its key."""
     secret = directory.secret / below
     try:
-        return Authority((secret / AUTHORITY_FILE).read_bytes(), (secret / AUTHORITY_KEY_FILE).read_bytes())
+        return CertificateAuthority(
+            (secret / AUTHORITY_FILE).read_bytes(), (secret / AUTHORITY_KEY_FILE).read_bytes()
+        )
     except FileNotFoundError:
         raise AccessDenied(
             "this node lets nobody in, since it does not have the key of the pool's authority; ask the first "

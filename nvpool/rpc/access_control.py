@@ -18,7 +18,7 @@ from nvpool.rpc.peer_roles import Credentials, Peer, Role, acts_as, role_of
 from nvpool.rpc.v1 import wire_pb2 as wire
 
 
-class Who(enum.Enum):
+class LeastRight(enum.Enum):
     """Least right of a caller."""
 
     UNAUTHENTICATED = "anybody who can connect"
@@ -31,7 +31,7 @@ class Who(enum.Enum):
 
 
 class Right(NamedTuple):
-    who: Who
+    who: LeastRight
     checks: str
     """Checks that the service makes in addition."""
 
@@ -43,107 +43,109 @@ _SIGNED = "the message bears the right of a service, signed with the key of the 
 _NOTHING = "nothing more"
 
 RIGHTS: dict[int, Right] = {
-    wire.DATA_READ: Right(Who.VOLUME, "a grant to read each inode"),
-    wire.DATA_WRITE: Right(Who.VOLUME, "a grant to write each inode, of the session in the request"),
-    wire.DATA_FLUSH: Right(Who.USER, _NOTHING),
-    wire.DATA_CUT: Right(Who.NODE, _SIGNED),
-    wire.DATA_REMOVE: Right(Who.NODE, _SIGNED),
-    wire.DATA_DESCRIBE: Right(Who.VOLUME_OF_CLIENT, "a grant of the inode, but of nodes"),
-    wire.DATA_LIST: Right(Who.NODE, _NOTHING),
-    wire.DATA_SCRUB: Right(Who.NODE, _NOTHING),
-    wire.DATA_STATUS: Right(Who.USER, "all but nodes learn the room alone"),
+    wire.DATA_READ: Right(LeastRight.VOLUME, "a grant to read each inode"),
+    wire.DATA_WRITE: Right(LeastRight.VOLUME, "a grant to write each inode, of the session in the request"),
+    wire.DATA_FLUSH: Right(LeastRight.USER, _NOTHING),
+    wire.DATA_CUT: Right(LeastRight.NODE, _SIGNED),
+    wire.DATA_REMOVE: Right(LeastRight.NODE, _SIGNED),
+    wire.DATA_DESCRIBE: Right(LeastRight.VOLUME_OF_CLIENT, "a grant of the inode, but of nodes"),
+    wire.DATA_LIST: Right(LeastRight.NODE, _NOTHING),
+    wire.DATA_SCRUB: Right(LeastRight.NODE, _NOTHING),
+    wire.DATA_STATUS: Right(LeastRight.USER, "all but nodes learn the room alone"),
     wire.DATA_LOCATE: Right(
-        Who.VOLUME, "the token of the descriptors that were handed over; a grant to read each inode"
+        LeastRight.VOLUME, "the token of the descriptors that were handed over; a grant to read each inode"
     ),
-    wire.DATA_EXTENTS: Right(Who.VOLUME, "a grant of the inode"),
-    wire.DATA_COPY: Right(Who.VOLUME, "a grant to read the one inode and to write the other"),
-    wire.DATA_PEER_WRITE: Right(Who.NODE, _SIGNED),
-    wire.DATA_VERSIONS: Right(Who.NODE, _SIGNED),
-    wire.DATA_FETCH: Right(Who.NODE, _SIGNED),
-    wire.DATA_SCRUB_ORDER: Right(Who.NODE, _SIGNED),
-    wire.DATA_PULL: Right(Who.NODE, _SIGNED),
-    wire.DATA_USE: Right(Who.NODE, _NOTHING),
+    wire.DATA_EXTENTS: Right(LeastRight.VOLUME, "a grant of the inode"),
+    wire.DATA_COPY: Right(LeastRight.VOLUME, "a grant to read the one inode and to write the other"),
+    wire.DATA_PEER_WRITE: Right(LeastRight.NODE, _SIGNED),
+    wire.DATA_VERSIONS: Right(LeastRight.NODE, _SIGNED),
+    wire.DATA_FETCH: Right(LeastRight.NODE, _SIGNED),
+    wire.DATA_SCRUB_ORDER: Right(LeastRight.NODE, _SIGNED),
+    wire.DATA_PULL: Right(LeastRight.NODE, _SIGNED),
+    wire.DATA_USE: Right(LeastRight.NODE, _NOTHING),
     wire.META_OPEN_SESSION: Right(
-        Who.USER, "of an earlier session: its secret, and that it is the caller's own"
+        LeastRight.USER, "of an earlier session: its secret, and that it is the caller's own"
     ),
-    wire.META_RENEW_SESSION: Right(Who.USER, _SESSION),
-    wire.META_CLOSE_SESSION: Right(Who.USER, _SESSION),
-    wire.META_LOOKUP: Right(Who.VOLUME, _SEE),
-    wire.META_GETATTR: Right(Who.VOLUME, _SEE),
-    wire.META_SETATTR: Right(Who.VOLUME, _CHANGE),
-    wire.META_READLINK: Right(Who.VOLUME, _SEE),
-    wire.META_CREATE: Right(Who.VOLUME, _CHANGE),
-    wire.META_UNLINK: Right(Who.VOLUME, _CHANGE),
-    wire.META_RMDIR: Right(Who.VOLUME, _CHANGE),
-    wire.META_RENAME: Right(Who.VOLUME, _CHANGE),
-    wire.META_LINK: Right(Who.VOLUME, _CHANGE),
-    wire.META_OPEN: Right(Who.VOLUME, f"{_SEE}, and change it where it opens to write"),
-    wire.META_RELEASE: Right(Who.USER, _SESSION),
-    wire.META_REPORT: Right(Who.VOLUME, _CHANGE),
-    wire.META_RESERVE: Right(Who.VOLUME, _CHANGE),
-    wire.META_LIST: Right(Who.VOLUME, _SEE),
-    wire.META_STATFS: Right(Who.USER, _SESSION),
-    wire.META_GETXATTR: Right(Who.VOLUME, _SEE),
-    wire.META_SETXATTR: Right(Who.VOLUME, _CHANGE),
-    wire.META_LISTXATTR: Right(Who.VOLUME, _SEE),
-    wire.META_REMOVEXATTR: Right(Who.VOLUME, _CHANGE),
-    wire.META_SYNC: Right(Who.USER, f"{_SESSION}; nodes need none"),
-    wire.META_LOCK: Right(Who.VOLUME, _SEE),
-    wire.META_LOCK_WAIT: Right(Who.USER, _SESSION),
-    wire.META_LOCKS: Right(Who.VOLUME, _SEE),
-    wire.META_ALLOCATE: Right(Who.VOLUME, _CHANGE),
-    wire.META_WATCH: Right(Who.USER, _SESSION),
-    wire.META_LOOKUP_MANY: Right(Who.VOLUME, _SEE),
-    wire.META_GETATTR_MANY: Right(Who.VOLUME, _SEE),
-    wire.META_DUMP: Right(Who.NODE, _NOTHING),
-    wire.META_LOAD: Right(Who.NODE, "the shard has no files"),
-    wire.META_FSCK: Right(Who.NODE, _NOTHING),
-    wire.META_STATUS: Right(Who.MEMBER, _NOTHING),
-    wire.META_COLLECT: Right(Who.NODE, _NOTHING),
-    wire.META_NAMES: Right(Who.VOLUME_OF_CLIENT, "names in volumes that the caller may not see are left out"),
-    wire.META_FSCK_SUMS: Right(Who.NODE, _NOTHING),
-    wire.META_FSCK_CLIMB: Right(Who.NODE, _NOTHING),
-    wire.META_PARTS: Right(Who.MEMBER, _SESSION),
+    wire.META_RENEW_SESSION: Right(LeastRight.USER, _SESSION),
+    wire.META_CLOSE_SESSION: Right(LeastRight.USER, _SESSION),
+    wire.META_LOOKUP: Right(LeastRight.VOLUME, _SEE),
+    wire.META_GETATTR: Right(LeastRight.VOLUME, _SEE),
+    wire.META_SETATTR: Right(LeastRight.VOLUME, _CHANGE),
+    wire.META_READLINK: Right(LeastRight.VOLUME, _SEE),
+    wire.META_CREATE: Right(LeastRight.VOLUME, _CHANGE),
+    wire.META_UNLINK: Right(LeastRight.VOLUME, _CHANGE),
+    wire.META_RMDIR: Right(LeastRight.VOLUME, _CHANGE),
+    wire.META_RENAME: Right(LeastRight.VOLUME, _CHANGE),
+    wire.META_LINK: Right(LeastRight.VOLUME, _CHANGE),
+    wire.META_OPEN: Right(LeastRight.VOLUME, f"{_SEE}, and change it where it opens to write"),
+    wire.META_RELEASE: Right(LeastRight.USER, _SESSION),
+    wire.META_REPORT: Right(LeastRight.VOLUME, _CHANGE),
+    wire.META_RESERVE: Right(LeastRight.VOLUME, _CHANGE),
+    wire.META_LIST: Right(LeastRight.VOLUME, _SEE),
+    wire.META_STATFS: Right(LeastRight.USER, _SESSION),
+    wire.META_GETXATTR: Right(LeastRight.VOLUME, _SEE),
+    wire.META_SETXATTR: Right(LeastRight.VOLUME, _CHANGE),
+    wire.META_LISTXATTR: Right(LeastRight.VOLUME, _SEE),
+    wire.META_REMOVEXATTR: Right(LeastRight.VOLUME, _CHANGE),
+    wire.META_SYNC: Right(LeastRight.USER, f"{_SESSION}; nodes need none"),
+    wire.META_LOCK: Right(LeastRight.VOLUME, _SEE),
+    wire.META_LOCK_WAIT: Right(LeastRight.USER, _SESSION),
+    wire.META_LOCKS: Right(LeastRight.VOLUME, _SEE),
+    wire.META_ALLOCATE: Right(LeastRight.VOLUME, _CHANGE),
+    wire.META_WATCH: Right(LeastRight.USER, _SESSION),
+    wire.META_LOOKUP_MANY: Right(LeastRight.VOLUME, _SEE),
+    wire.META_GETATTR_MANY: Right(LeastRight.VOLUME, _SEE),
+    wire.META_DUMP: Right(LeastRight.NODE, _NOTHING),
+    wire.META_LOAD: Right(LeastRight.NODE, "the shard has no files"),
+    wire.META_FSCK: Right(LeastRight.NODE, _NOTHING),
+    wire.META_STATUS: Right(LeastRight.MEMBER, _NOTHING),
+    wire.META_COLLECT: Right(LeastRight.NODE, _NOTHING),
+    wire.META_NAMES: Right(
+        LeastRight.VOLUME_OF_CLIENT, "names in volumes that the caller may not see are left out"
+    ),
+    wire.META_FSCK_SUMS: Right(LeastRight.NODE, _NOTHING),
+    wire.META_FSCK_CLIMB: Right(LeastRight.NODE, _NOTHING),
+    wire.META_PARTS: Right(LeastRight.MEMBER, _SESSION),
     wire.META_MOMENT: Right(
-        Who.NODE, "the number of the moment is not 0; changes go on by themselves after a while"
+        LeastRight.NODE, "the number of the moment is not 0; changes go on by themselves after a while"
     ),
-    wire.META_SESSIONS: Right(Who.NODE, _NOTHING),
-    wire.META_SHIP: Right(Who.NODE, _SIGNED),
-    wire.META_FOLLOW: Right(Who.NODE, _SIGNED),
-    wire.META_ALIVE: Right(Who.NODE, _SIGNED),
-    wire.META_STANDBY: Right(Who.NODE, _SIGNED),
-    wire.META_TAKE_RIGHT: Right(Who.NODE, _SIGNED),
-    wire.META_HOLD: Right(Who.NODE, _SIGNED),
-    wire.META_SETTLE: Right(Who.NODE, _SIGNED),
-    wire.META_OUTCOME: Right(Who.NODE, _SIGNED),
-    wire.META_MOVE: Right(Who.NODE, _SIGNED),
-    wire.META_MOVED: Right(Who.NODE, _SIGNED),
-    wire.META_VOLUMES: Right(Who.MEMBER, _SESSION),
+    wire.META_SESSIONS: Right(LeastRight.NODE, _NOTHING),
+    wire.META_SHIP: Right(LeastRight.NODE, _SIGNED),
+    wire.META_FOLLOW: Right(LeastRight.NODE, _SIGNED),
+    wire.META_ALIVE: Right(LeastRight.NODE, _SIGNED),
+    wire.META_STANDBY: Right(LeastRight.NODE, _SIGNED),
+    wire.META_TAKE_RIGHT: Right(LeastRight.NODE, _SIGNED),
+    wire.META_HOLD: Right(LeastRight.NODE, _SIGNED),
+    wire.META_SETTLE: Right(LeastRight.NODE, _SIGNED),
+    wire.META_OUTCOME: Right(LeastRight.NODE, _SIGNED),
+    wire.META_MOVE: Right(LeastRight.NODE, _SIGNED),
+    wire.META_MOVED: Right(LeastRight.NODE, _SIGNED),
+    wire.META_VOLUMES: Right(LeastRight.MEMBER, _SESSION),
     wire.META_VOLUME: Right(
-        Who.USER,
+        LeastRight.USER,
         f"{_SESSION}; the action: clients with the right to write, rights by nodes, a local user only looks",
     ),
-    wire.META_VOLUME_ROOM: Right(Who.VOLUME, _CHANGE),
-    wire.META_TRASH: Right(Who.VOLUME_OF_CLIENT, f"{_SEE}, and write in it to change the trash"),
-    wire.POOL_MAP: Right(Who.USER, _NOTHING),
-    wire.POOL_STATUS: Right(Who.MEMBER, _NOTHING),
-    wire.POOL_CHANGE: Right(Who.OPERATOR, "the arguments of the verb"),
-    wire.POOL_STOP: Right(Who.OPERATOR, _NOTHING),
-    wire.POOL_ALIVE: Right(Who.NODE, "the caller is the node that it speaks of"),
-    wire.POOL_AUTHORITY: Right(Who.UNAUTHENTICATED, _NOTHING),
-    wire.POOL_JOIN: Right(Who.UNAUTHENTICATED, "a token that was not used yet"),
-    wire.POOL_RENEW: Right(Who.MEMBER, "the caller shows the certificate that is renewed"),
-    wire.POOL_KEYS: Right(Who.NODE, f"{_SIGNED}; the node keeps the pool map"),
-    wire.PROCESS_METRICS: Right(Who.MEMBER, _NOTHING),
+    wire.META_VOLUME_ROOM: Right(LeastRight.VOLUME, _CHANGE),
+    wire.META_TRASH: Right(LeastRight.VOLUME_OF_CLIENT, f"{_SEE}, and write in it to change the trash"),
+    wire.POOL_MAP: Right(LeastRight.USER, _NOTHING),
+    wire.POOL_STATUS: Right(LeastRight.MEMBER, _NOTHING),
+    wire.POOL_CHANGE: Right(LeastRight.OPERATOR, "the arguments of the verb"),
+    wire.POOL_STOP: Right(LeastRight.OPERATOR, _NOTHING),
+    wire.POOL_ALIVE: Right(LeastRight.NODE, "the caller is the node that it speaks of"),
+    wire.POOL_AUTHORITY: Right(LeastRight.UNAUTHENTICATED, _NOTHING),
+    wire.POOL_JOIN: Right(LeastRight.UNAUTHENTICATED, "a token that was not used yet"),
+    wire.POOL_RENEW: Right(LeastRight.MEMBER, "the caller shows the certificate that is renewed"),
+    wire.POOL_KEYS: Right(LeastRight.NODE, f"{_SIGNED}; the node keeps the pool map"),
+    wire.PROCESS_METRICS: Right(LeastRight.MEMBER, _NOTHING),
 }
 _LEAST = {
-    Who.UNAUTHENTICATED: Role.UNAUTHENTICATED,
-    Who.USER: Role.USER,
-    Who.VOLUME: Role.USER,
-    Who.MEMBER: Role.CLIENT,
-    Who.VOLUME_OF_CLIENT: Role.CLIENT,
-    Who.NODE: Role.NODE,
-    Who.OPERATOR: Role.NODE,
+    LeastRight.UNAUTHENTICATED: Role.UNAUTHENTICATED,
+    LeastRight.USER: Role.USER,
+    LeastRight.VOLUME: Role.USER,
+    LeastRight.MEMBER: Role.CLIENT,
+    LeastRight.VOLUME_OF_CLIENT: Role.CLIENT,
+    LeastRight.NODE: Role.NODE,
+    LeastRight.OPERATOR: Role.NODE,
 }
 _PEERS_KEPT = 4096
 """Connections whose callers are cached. A full cache is cleared, and all callers are determined again."""
@@ -158,7 +160,7 @@ def _refused(role: Role, local: bool) -> frozenset[int]:
     for method in wire.Method.values():
         right = RIGHTS.get(method)
         least = Role.NODE if right is None else _LEAST[right.who]
-        if role < least or (right is not None and right.who is Who.OPERATOR and not local):
+        if role < least or (right is not None and right.who is LeastRight.OPERATOR and not local):
             refused.add(method)
     return frozenset(refused)
 
@@ -238,6 +240,6 @@ def _refusal(method: int, caller: CallerRights, peer: Peer) -> str:
             "operator group (access.operators)"
         )
     right = RIGHTS.get(method)
-    if right is not None and right.who is Who.OPERATOR:
+    if right is not None and right.who is LeastRight.OPERATOR:
         return "a pool is changed through the unix socket of its node only, by who runs it; do it there"
     return f"{caller.owner or peer.name} may not ask for {name}, which is for nodes of the pool: run the command on a node"

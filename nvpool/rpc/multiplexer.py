@@ -1,7 +1,7 @@
 """Request tables shared by all transports: pending requests of a client, requests in progress on a server.
 
-`Asker` (client side) numbers requests, bounds them, times them out, and completes each exactly once: by its
-response, by its deadline, by the caller's cancellation, or by the end of the connection. `Answerer` (server
+`ClientConnection` (client side) numbers requests, bounds them, times them out, and completes each exactly once: by its
+response, by its deadline, by the caller's cancellation, or by the end of the connection. `ServerConnection` (server
 side) passes requests to the handler, bounds them, and sends each response once. A transport derives from both
 and adds the transfer of frames. One event loop makes all calls to this module.
 """
@@ -55,7 +55,7 @@ _Waiting = tuple[OnDone, memoryview | None, float, int, int, Buffer, Sequence[Bu
 """A request before it is sent: on_done, into, deadline_s, room, method, message, payload, bytes of the payload."""
 
 
-class Asker:
+class ClientConnection:
     """Client side of a connection (`api.Connection` without `close`).
 
     A derived class provides `_send_request` and `_send_cancel`, and calls `_answered` for each response and
@@ -317,7 +317,7 @@ class InboundCall:
 
     def __init__(
         self,
-        side: Answerer,
+        side: ServerConnection,
         number: int,
         method: int,
         message: Buffer,
@@ -332,7 +332,7 @@ class InboundCall:
         self.deadline_s = deadline_s
         self.peer = side.peer
         self.cancelled = False
-        self._side: Answerer | None = side
+        self._side: ServerConnection | None = side
         self._number = number
         self.payload_bytes = len(payload)
         self.byte_count = self.payload_bytes + len(message)
@@ -379,7 +379,7 @@ class InboundCall:
                 _log.exception("on_cancel of a request raised")
 
 
-class Answerer:
+class ServerConnection:
     """Server side of a connection.
 
     A derived class provides `_send_answer`, and calls `_arrived`, `cancel_request` and, once at the end,

@@ -112,7 +112,7 @@ def raise_it(key: str) -> str:
     return f"or raise limits.{key} in node.toml and restart the daemon"
 
 
-class Limited(Protocol):
+class LimitedConnection(Protocol):
     """Server end of a connection, as a Share uses it."""
 
     def load(self) -> tuple[int, int]:
@@ -199,7 +199,7 @@ class Limits:
 
     # -- connections
 
-    def enter(self, connection: Limited, peer: Peer, daemon: str) -> Share:
+    def enter(self, connection: LimitedConnection, peer: Peer, daemon: str) -> Share:
         """Count a connection and return its share; the connection releases the share at its end.
 
         Busy: over a limit.
@@ -432,7 +432,7 @@ class Share:
         "_goal_until_s",
     )
 
-    def __init__(self, limits: Limits, account: PeerAccount, connection: Limited) -> None:
+    def __init__(self, limits: Limits, account: PeerAccount, connection: LimitedConnection) -> None:
         self.limits = limits
         self.account = account
         self.connection = connection
@@ -563,7 +563,7 @@ class Share:
             )
 
 
-class Metered:
+class MeteredTransport:
     """Wrapper of an asyncio transport that counts the bytes it is given to send."""
 
     __slots__ = ("sent", "_transport")

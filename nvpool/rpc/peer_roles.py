@@ -24,7 +24,7 @@ _PEERCRED = struct.Struct("iII")
 _SO_PEERGROUPS = getattr(socket, "SO_PEERGROUPS", 59)
 
 
-class BelievedGroups:
+class TrustedGroups:
     """All groups except root's (gid 0).
 
     Used for a client whose statements about groups are trusted. BELIEVED_GROUPS is the only instance.
@@ -34,7 +34,7 @@ class BelievedGroups:
         return gid != 0
 
 
-BELIEVED_GROUPS = BelievedGroups()
+BELIEVED_GROUPS = TrustedGroups()
 SOMEBODY = -1
 """User id that means any user of a client except root. The request does not say which one."""
 
@@ -47,7 +47,7 @@ class Credentials(NamedTuple):
     """
 
     uid: int
-    gids: frozenset[int] | BelievedGroups
+    gids: frozenset[int] | TrustedGroups
     """The group of the process and its supplementary groups (reported since Linux 4.13)."""
     pid: int
 

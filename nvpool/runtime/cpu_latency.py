@@ -43,7 +43,7 @@ _DRIVER = Path("/sys/devices/system/cpu/cpuidle/current_driver")
 log = logging.getLogger("nvpool.runtime.cpu_latency")
 
 
-class Awake:
+class CpuLatencyRequest:
     """The latency request of one process.
 
     Call `touch` for each request, or once for a few that arrive together. `close` withdraws the latency

@@ -43,7 +43,7 @@ from nvpool.rpc.v1.pool_pb2 import MapReply, MapRequest
 from nvpool.rpc.v1.wire_pb2 import POOL_MAP, PROCESS_METRICS
 from nvpool.runtime import metrics as runtime_metrics
 from nvpool.runtime.audit_events import MetaAudit, audit_log
-from nvpool.runtime.cpu_latency import Awake
+from nvpool.runtime.cpu_latency import CpuLatencyRequest
 from nvpool.runtime.daemon_process import EXIT_IN_USE, Stop, exit_code, keep_supervised, run
 from nvpool.runtime.logging_setup import start_log
 from nvpool.security.tls import TlsIdentity, identity_in, leaves_host
@@ -115,11 +115,11 @@ class ServiceContext:
             self.failed.exception()  # mark as retrieved, in case the process ends for another reason
 
 
-class Handling:
+class DaemonHandler:
     """Request handler of a daemon's listeners: answers what all roles share, then calls the service."""
 
     def __init__(
-        self, service: Service, awake: Awake, callers: Callers, audit: MetaAudit | None = None
+        self, service: Service, awake: CpuLatencyRequest, callers: Callers, audit: MetaAudit | None = None
     ) -> None:
         self._service = service
         self._callers = callers
@@ -309,10 +309,10 @@ def main(
         opened = ServiceContext(directory, number, config, pool_map, dialer, read_grant_key(directory))
         await load_pool_keys(opened.pool_keys)
         service = await open_service(opened)
-        awake = Awake(config.processors.awake)
+        awake = CpuLatencyRequest(config.processors.awake)
 
         audit = audit_log(directory, name)
-        handle = Handling(service, awake, opened.callers, MetaAudit(audit) if role == "meta" else None)
+        handle = DaemonHandler(service, awake, opened.callers, MetaAudit(audit) if role == "meta" else None)
         listeners: list[Listener] = []
         try:
             service.update_map(pool_map)

@@ -91,7 +91,7 @@ class Entry(NamedTuple):
         return stat.S_ISLNK(self.stat.st_mode)
 
 
-class HandedDown(NamedTuple):
+class InheritedLayout(NamedTuple):
     """Layout that new files inherit from their directory."""
 
     replicas: int
@@ -457,11 +457,11 @@ class AsyncFileSystem:
 
     # -- attributes --------------------------------------------------------------------------------------------------------
 
-    async def layout(self, path: Path) -> HandedDown:
+    async def layout(self, path: Path) -> InheritedLayout:
         """Layout of a file, or the layout that new files in a directory inherit."""
         with as_os_error(path):
             attr = await find(self.vfs, path)
-            return HandedDown(attr.table, 1 << attr.chunk_bits)
+            return InheritedLayout(attr.table, 1 << attr.chunk_bits)
 
     async def set_layout(self, path: Path, *, replicas: int = 0, chunk_bytes: int = 0) -> None:
         """Set the layout that new files and directories in this directory inherit. An argument of 0 leaves

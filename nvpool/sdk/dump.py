@@ -35,7 +35,7 @@ from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
 from nvpool.sdk.admin.daemon_calls import AdminCalls
 from nvpool.sdk.admin.snapshot_barrier import BarrierCursors, walk_at_all
 from nvpool.sdk.fsck.check import check_metadata
-from nvpool.sdk.fsck.report import Checkup, PoolProblem
+from nvpool.sdk.fsck.report import FsckReport, PoolProblem
 
 if TYPE_CHECKING:
     from nvpool.client.pool_client import Client
@@ -293,7 +293,7 @@ def _division(holders: Sequence[int]) -> list[list[int]]:
 async def _settle(client: Client, loaded: Loaded) -> None:
     """Repair inconsistencies between the records, until a check finds none."""
     for _ in range(CHECKS_MAX):
-        checkup = Checkup()
+        checkup = FsckReport()
         await check_metadata(client, checkup, repair=True)
         loaded.left = checkup.found
         if not checkup.found:

@@ -43,7 +43,7 @@ from nvpool.sdk.argument_checks import (
     size_of,
     timeout,
 )
-from nvpool.sdk.async_filesystem import AsyncFileSystem, Entry, HandedDown
+from nvpool.sdk.async_filesystem import AsyncFileSystem, Entry, InheritedLayout
 from nvpool.sdk.connect_argument import Origin, origin_of
 from nvpool.sdk.loop_thread import Runtime
 from nvpool.sdk.paths import Path, as_os_error, stat_result, write_all
@@ -606,8 +606,8 @@ class FileSystem:
     def removexattr(self, path: Path, name: str) -> None:
         self._call(AsyncFileSystem.removexattr, path, name)
 
-    def layout(self, path: Path) -> HandedDown:
-        """Layout of a file, or the layout that new files in a directory inherit. See `HandedDown`."""
+    def layout(self, path: Path) -> InheritedLayout:
+        """Layout of a file, or the layout that new files in a directory inherit. See `InheritedLayout`."""
         return self._call(AsyncFileSystem.layout, path)
 
     def set_layout(self, path: Path, *, replicas: int = 0, chunk_bytes: int = 0) -> None:

@@ -83,7 +83,7 @@ def ends_s(certificate: bytes) -> float:
     return _certificate(certificate).not_valid_after_utc.timestamp()
 
 
-class Described(NamedTuple):
+class CertificateFacts(NamedTuple):
     """Facts of a certificate that are shown to people."""
 
     member: str
@@ -95,7 +95,7 @@ class Described(NamedTuple):
     """Validity in seconds since 1970."""
 
 
-def described(certificate: bytes) -> Described:
+def described(certificate: bytes) -> CertificateFacts:
     """Return the facts of a certificate (PEM); CorruptRecord if it is unreadable."""
     found = _certificate(certificate)
     try:
@@ -104,7 +104,7 @@ def described(certificate: bytes) -> Described:
     except (x509.ExtensionNotFound, ValueError):
         uris = []
     member = next((named[1] for uri in uris if (named := member_in(uri))), "")
-    return Described(
+    return CertificateFacts(
         member,
         f"{found.serial_number:X}",
         found.not_valid_before_utc.timestamp(),
@@ -112,7 +112,7 @@ def described(certificate: bytes) -> Described:
     )
 
 
-class Authority:
+class CertificateAuthority:
     """The CA of a pool. `certificate` and `key` are PEM."""
 
     def __init__(self, certificate: bytes, key: bytes):
@@ -129,7 +129,7 @@ class Authority:
         return self._certificate.fingerprint(hashes.SHA256())
 
     @classmethod
-    def make(cls, pool_id: str, clock: Clock = SYSTEM_CLOCK) -> Authority:
+    def make(cls, pool_id: str, clock: Clock = SYSTEM_CLOCK) -> CertificateAuthority:
         key = ec.generate_private_key(ec.SECP256R1())
         name = _named(f"nvpool {pool_id[:8]}")
         made = (

@@ -41,7 +41,7 @@ AUTHORITY_KEY_FILE = "authority.key"
 """CA key on nodes that store the pool map (they have an etcd member), mode 0600."""
 
 
-class Shown(NamedTuple):
+class TlsMaterial(NamedTuple):
     """PEM texts: the CA certificate that signed both sides, our certificate, and its key."""
 
     authority: bytes
@@ -73,7 +73,7 @@ def settle_key(secret: Path) -> None:
 
 def is_key_of(certificate: bytes, key: bytes) -> bool:
     try:
-        _load(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), Shown(b"", certificate, key))
+        _load(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), TlsMaterial(b"", certificate, key))
     except BadConfiguration:
         return False
     return True
@@ -92,7 +92,7 @@ class TlsIdentity:
     `secured` is False if TLS is explicitly switched off; then no certificates are used.
     """
 
-    def __init__(self, pool_id: str, shown: Shown | None):
+    def __init__(self, pool_id: str, shown: TlsMaterial | None):
         """Create the identity.
 
         Certificates are loaded on first use, so a pool on one machine never loads them.
@@ -108,7 +108,7 @@ class TlsIdentity:
         suffices."""
         self._watched: WeakKeyDictionary[Revocable, str] = WeakKeyDictionary()
 
-    def certificates(self) -> Shown:
+    def certificates(self) -> TlsMaterial:
         """Return `shown`. Only for processes in which TLS is switched on."""
         assert self.shown is not None, "TLS is switched off in this process"
         return self.shown
@@ -136,7 +136,7 @@ class TlsIdentity:
         try:
             # The time is read before the content: a renewal in between is then noticed at the next refresh.
             seen_ns = (secret / CERTIFICATE_FILE).stat().st_mtime_ns
-            shown = Shown(
+            shown = TlsMaterial(
                 (secret / AUTHORITY_FILE).read_bytes(),
                 (secret / CERTIFICATE_FILE).read_bytes(),
                 read_key(secret),
@@ -168,7 +168,7 @@ class TlsIdentity:
         self.replace(found.certificates())
         self.seen_ns = found.seen_ns
 
-    def replace(self, shown: Shown) -> None:
+    def replace(self, shown: TlsMaterial) -> None:
         """Use another certificate from the next handshake on; BadConfiguration if it is unusable."""
         for name in ("_serving", "_asking", "_joining"):
             if (context := self.__dict__.get(name)) is not None:
@@ -407,7 +407,7 @@ def authority_known(authority: bytes) -> ssl.SSLContext:
     return context
 
 
-def _context(shown: Shown, protocol: ssl._SSLMethod) -> ssl.SSLContext:
+def _context(shown: TlsMaterial, protocol: ssl._SSLMethod) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # members have their own names, which this module verifies
@@ -422,7 +422,7 @@ def _context(shown: Shown, protocol: ssl._SSLMethod) -> ssl.SSLContext:
     return context
 
 
-def _load(context: ssl.SSLContext, shown: Shown) -> None:
+def _load(context: ssl.SSLContext, shown: TlsMaterial) -> None:
     # OpenSSL reads files only; this file is private (0600) and is deleted on return.
     with tempfile.NamedTemporaryFile() as file:
         file.write(shown.key + b"\n" + shown.certificate)

@@ -13,7 +13,7 @@ from nvpool.core.config import load
 from nvpool.core.errors import Refused, StaleEpoch, StaleIdentity, Unavailable
 from nvpool.core.programs import Program, command_line, program_of
 from nvpool.node.coordination import map_backend
-from nvpool.node.coordination.map_backend import MapKeeper
+from nvpool.node.coordination.map_backend import MapBackend
 from nvpool.poolmap.model import EtcdMember, changed, decode_map, encode_map
 from nvpool.provision.map_location import read_map_location
 from nvpool.testing.env import etcd as real_etcd
@@ -49,11 +49,11 @@ def _end_etcd(pool) -> None:
         end_process(pid, signal.SIGKILL)
 
 
-async def _opened(pool) -> MapKeeper:
-    return await MapKeeper.open(pool.directory, load(pool.directory.node_toml), lambda reason: None)
+async def _opened(pool) -> MapBackend:
+    return await MapBackend.open(pool.directory, load(pool.directory.node_toml), lambda reason: None)
 
 
-async def _rename(keeper: MapKeeper, name: str) -> None:
+async def _rename(keeper: MapBackend, name: str) -> None:
     """Change the map, as soon as that is possible."""
     until_s = SYSTEM_CLOCK.boottime_s() + 60
     while True:
@@ -179,7 +179,7 @@ def test_map_copy_is_served_without_etcd(made):
     asyncio.run(main())
 
 
-async def _returned_with(made, change) -> tuple[MapKeeper, int]:
+async def _returned_with(made, change) -> tuple[MapBackend, int]:
     """A node that kept the map in etcd, and now knows a later map than its etcd; the epoch of that map."""
     keeper = await _opened(made)
     await keeper.move()

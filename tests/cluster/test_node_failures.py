@@ -16,7 +16,7 @@ from nvpool.testing.env import namespaces
 from nvpool.testing.env.namespaces import Machines
 from nvpool.testing.env.pool import end_process
 from nvpool.testing.loads.data_verification import Pauses
-from nvpool.testing.loads.mounted_nodes import PoolInUse, Under
+from nvpool.testing.loads.mounted_nodes import LoadedPool, PoolInUse
 
 pytestmark = [
     pytest.mark.mount,
@@ -49,7 +49,7 @@ def test_killed_node_comes_back(pool, number):
     node = pool.nodes[number - 1]
     leads, primary = pool.lead_and_primary()
     print(f"node {number}: leads {leads is node}, primary {primary is node}")
-    with Under(pool, number) as load:
+    with LoadedPool(pool, number) as load:
         load.goes_on()
         node.kill_all()
         load.goes_on()
@@ -62,7 +62,7 @@ def test_killed_node_comes_back(pool, number):
 def test_node_is_cut_off_for_longer_than_its_leases(pool):
     node = pool.lead_and_primary()[1]
     number = pool.nodes.index(node) + 1
-    with Under(pool, 20) as load:
+    with LoadedPool(pool, 20) as load:
         load.goes_on()
         pool.switch.cut(number)
         try:
@@ -77,7 +77,7 @@ def test_node_is_cut_off_for_longer_than_its_leases(pool):
 
 def test_node_is_stopped_for_longer_than_its_leases(pool):
     node = pool.lead_and_primary()[1]
-    with Under(pool, 30) as load:
+    with LoadedPool(pool, 30) as load:
         load.goes_on()
         stopped = node.processes()
         for pid in stopped:
@@ -110,7 +110,7 @@ def test_slow_link_breaks_nothing(pool):
         "latency",
         "400ms",
     )
-    with Under(pool, 40) as load:
+    with LoadedPool(pool, 40) as load:
         load.goes_on()
         node.machine.run(*slow)
         try:
@@ -127,7 +127,7 @@ def test_slow_link_breaks_nothing(pool):
 def test_etcd_members_are_stopped_for_longer_than_all_leases(pool, how_many):
     leads = pool.lead_and_primary()[0]
     nodes = sorted(pool.nodes[:3], key=lambda node: node is not leads)[:how_many]
-    with Under(pool, 50 + how_many) as load:
+    with LoadedPool(pool, 50 + how_many) as load:
         load.goes_on()
         stopped = [node.directory.state_of(f"etcd-{node.directory.node}").pid for node in nodes]
         for pid in stopped:
@@ -147,7 +147,7 @@ def test_etcd_members_are_stopped_for_longer_than_all_leases(pool, how_many):
 def test_flipped_bits_on_a_node_reach_no_reader(pool):
     node, words = pool.nodes[1], ("scrub", "start", str(pool.nodes[1].path), "--wait")
     drives = list(node.machine.place.glob("drive-*/**/data"))
-    with Under(pool, 60) as load, Pauses(load.directory, ("read",)) as reader:
+    with LoadedPool(pool, 60) as load, Pauses(load.directory, ("read",)) as reader:
         load.goes_on()
         reader.goes_on(100)
         turned = sum(flip_bits(drive) for drive in drives)

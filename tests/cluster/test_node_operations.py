@@ -15,7 +15,7 @@ from nvpool.testing.env import namespaces
 from nvpool.testing.env.multi_node_pool import CAPACITY, NVPOOL
 from nvpool.testing.env.namespaces import Machines
 from nvpool.testing.env.pool import end_process
-from nvpool.testing.loads.mounted_nodes import PoolInUse, Under, until
+from nvpool.testing.loads.mounted_nodes import LoadedPool, PoolInUse, until
 
 pytestmark = [
     pytest.mark.mount,
@@ -48,7 +48,7 @@ def pool(founded):
 
 def join_nodes(pool):
     first, second, third, _ = pool.nodes
-    with Under(pool, 1) as load:
+    with LoadedPool(pool, 1) as load:
         load.goes_on()
         pool.join(second, pool.first_token)
         load.goes_on()
@@ -114,7 +114,7 @@ def test_nodes_join_unnoticed_by_a_client(founded):
 
 def test_copies_move_to_other_racks(pool):
     first, path = pool.nodes[0], str(pool.nodes[0].path)
-    with Under(pool, 2) as load:
+    with LoadedPool(pool, 2) as load:
         load.goes_on()
         for number, rack in ((1, "left"), (2, "right"), (3, "right")):
             first.nvpool("node", "rack", path, str(number), rack, "--wait")
@@ -136,7 +136,7 @@ def test_copies_move_to_other_racks(pool):
 def test_node_drain_survives_interruptions(pool):
     first, path = pool.nodes[0], str(pool.nodes[0].path)
     before = chains_of(pool, 3)
-    with Under(pool, 3) as load:
+    with LoadedPool(pool, 3) as load:
         load.goes_on()
         limit_moves(pool)
         interrupted(pool, "node", "drain", path, "3", "--wait", begun=lambda: 0 < chains_of(pool, 3) < before)
@@ -174,7 +174,7 @@ def test_drive_changes_survive_interruptions(pool):
         """The added drive."""
         return next((one for one in first.json("drive", "ls", path) if one["path"].startswith(str(new))), {})
 
-    with Under(pool, 4) as load:
+    with LoadedPool(pool, 4) as load:
         load.goes_on()
         limit_moves(pool)
         interrupted(
@@ -216,7 +216,7 @@ def test_drive_changes_survive_interruptions(pool):
 
 def test_lost_node_is_rebuilt(pool):
     first, third = pool.nodes[0], pool.nodes[2]
-    with Under(pool, 5) as load:
+    with LoadedPool(pool, 5) as load:
         load.goes_on()
         third.kill_all()
         first.nvpool("node", "remove", str(first.path), "3", "--lost", "--wait")

@@ -21,7 +21,7 @@ from nvpool.host.process_identity import identity_of
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
 from nvpool.testing.env.namespaces import Machines
-from nvpool.testing.loads.mounted_nodes import PoolInUse, Under, until
+from nvpool.testing.loads.mounted_nodes import LoadedPool, PoolInUse, until
 
 pytestmark = [
     pytest.mark.mount,
@@ -104,7 +104,7 @@ def test_rolling_upgrade_is_not_noticed(installed):
                 and found["clocks"]["seen"].count("node ") == 3
             )
             assert {*software(first).values(), *software(client).values()} == {f"nvpool {nvpool.__version__}"}
-            with Under(pool, 1) as load:
+            with LoadedPool(pool, 1) as load:
                 load.goes_on()
                 installed.update()
                 for node in pool.nodes[:3]:
@@ -149,7 +149,7 @@ def test_readers_wait_while_a_single_node_restarts(installed):
             starter = subprocess.Popen(
                 first.machine.command("sh", "-c", starts), stdin=subprocess.PIPE, text=True
             )
-            with Under(pool, 2) as load:
+            with LoadedPool(pool, 2) as load:
                 load.goes_on()
                 for _ in range(2):
                     supervisor = first.directory.supervisor().pid

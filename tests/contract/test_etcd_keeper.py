@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from nvpool.cluster.coordinator_relay import HeldMap, Relay
+from nvpool.cluster.coordinator_relay import LastKnownMap, Relay
 from nvpool.cluster.etcd.coordinator import EtcdCoordinator
 from nvpool.core.config import Config
 from nvpool.core.errors import StaleIdentity, Unavailable
@@ -33,7 +33,7 @@ def test_changed_announcement_keeps_one_lease(tmp_path, monkeypatch):
         maps = SimpleNamespace(
             relay=Relay(coordinator), own=None, certificates=lambda: None, show_certificates=lambda: None
         )
-        keeper = etcd_members.EtcdKeeper(PoolDirectory(tmp_path), Config(), maps, None, None)
+        keeper = etcd_members.EtcdMembers(PoolDirectory(tmp_path), Config(), maps, None, None)
         announcing = asyncio.ensure_future(keeper._announce())
         try:
             async with asyncio.timeout(60):
@@ -71,7 +71,7 @@ def test_removed_node_reports_its_removal(tmp_path, monkeypatch, in_map):
             first.nodes[0],
             msgspec.structs.replace(first.nodes[0], id=2, endpoints=(f"inproc://removed-{in_map}",)),
         )
-        held = HeldMap(
+        held = LastKnownMap(
             msgspec.structs.replace(first, nodes=(one, two) if in_map else (two,)), "etcd is silent"
         )
         maps = SimpleNamespace(
@@ -84,7 +84,7 @@ def test_removed_node_reports_its_removal(tmp_path, monkeypatch, in_map):
             learn=None,
         )
         dialer = Dialer(Greeting("node 1"))
-        keeper = etcd_members.EtcdKeeper(PoolDirectory(tmp_path), Config(), maps, None, dialer)
+        keeper = etcd_members.EtcdMembers(PoolDirectory(tmp_path), Config(), maps, None, dialer)
         keeper._node = one.id
         learning = asyncio.ensure_future(keeper._learn())
         try:
@@ -124,7 +124,7 @@ def test_removed_node_restarts_a_member_once(
             write_revoked=lambda: None,
             start_again=start_again,
         )
-        keeper = etcd_members.EtcdKeeper(
+        keeper = etcd_members.EtcdMembers(
             PoolDirectory(tmp_path), Config(), maps, SimpleNamespace(change=change), None
         )
         for _ in range(2):
@@ -162,7 +162,7 @@ def test_no_member_restarts_while_a_lost_node_counts(tmp_path):
             write_revoked=lambda: written.append(client),
             start_again=start_again,
         )
-        keeper = etcd_members.EtcdKeeper(
+        keeper = etcd_members.EtcdMembers(
             PoolDirectory(tmp_path), Config(), maps, SimpleNamespace(change=change), None
         )
         await keeper._hang_up(pool_map, own)
@@ -182,8 +182,8 @@ def test_restarting_member_is_a_problem_after_seconds(tmp_path, monkeypatch):
         pool_map=pool_map, present=lambda: {name: json.dumps(status) for name, status in says.items()}
     )
     monkeypatch.setattr(etcd_members, "SYSTEM_CLOCK", SimpleNamespace(boottime_s=lambda: now_s[0]))
-    monkeypatch.setattr(etcd_members.EtcdKeeper, "_etcd", SimpleNamespace(is_silent=False))
-    keeper = etcd_members.EtcdKeeper(
+    monkeypatch.setattr(etcd_members.EtcdMembers, "_etcd", SimpleNamespace(is_silent=False))
+    keeper = etcd_members.EtcdMembers(
         PoolDirectory(tmp_path),
         Config(),
         SimpleNamespace(relay=relay, own_data_is_lost=False, is_in_etcd=True),

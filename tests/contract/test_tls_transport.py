@@ -19,8 +19,8 @@ from nvpool.core.errors import (
     Unreachable,
 )
 from nvpool.rpc import transport_registry
-from nvpool.security.ca import Authority, request_certificate
-from nvpool.security.tls import PLAIN_TEXT, Shown, TlsIdentity, authority_known, leaves_host
+from nvpool.security.ca import CertificateAuthority, request_certificate
+from nvpool.security.tls import PLAIN_TEXT, TlsIdentity, TlsMaterial, authority_known, leaves_host
 from nvpool.testing.contracts.transport import (
     CHECKS,
     CLIENT,
@@ -36,7 +36,7 @@ from nvpool.testing.contracts.transport import (
 from nvpool.testing.env.tls_probe import agreed_version
 
 POOL, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
-AUTHORITY, OTHER_AUTHORITY = Authority.make(POOL), Authority.make(POOL)
+AUTHORITY, OTHER_AUTHORITY = CertificateAuthority.make(POOL), CertificateAuthority.make(POOL)
 SCHEMES = ("stream", "grpc")
 ENDING_S = 5.0
 
@@ -45,12 +45,12 @@ def shown(
     member: str,
     *,
     pool: str = POOL,
-    authority: Authority = AUTHORITY,
-    knows: Authority | None = None,
+    authority: CertificateAuthority = AUTHORITY,
+    knows: CertificateAuthority | None = None,
     lives_s: float = 3600.0,
-) -> Shown:
+) -> TlsMaterial:
     made = request_certificate()
-    return Shown(
+    return TlsMaterial(
         (knows or authority).certificate,
         authority.sign(made.request, pool, member, lives_s=lives_s),
         made.key,

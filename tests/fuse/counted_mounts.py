@@ -16,7 +16,7 @@ from nvpool.fuse.ops.operations import FuseOps, FuseOptions
 from nvpool.fuse.protocol.constants import Op
 from nvpool.meta.server.service import MetaOptions
 from nvpool.rpc.v1.wire_pb2 import Method
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 from nvpool.testing.fakes.store import PlainStore
 
 BESIDE = {"META_WATCH", "META_OPEN_SESSION", "META_RENEW_SESSION", "META_RELEASE"}
@@ -26,7 +26,7 @@ WATCH_S = 30.0
 """Time limit for late answers, as the machine may pause."""
 
 
-class CountingPool(LocalPool):
+class CountingPool(InProcessPool):
     """`sent`: messages that arrived at the shard and at the stores. `delay(name)`: called before each, may wait."""
 
     def __init__(self, **options):

@@ -11,7 +11,7 @@ import pytest
 
 from nvpool.client.pool_client import Client
 from nvpool.client.state.metadata_cache import OpenInode
-from nvpool.client.state.vfs_types import Ahead, FileHandle
+from nvpool.client.state.vfs_types import FileHandle, ReadAheadState
 from nvpool.core import grants
 from nvpool.fuse.fast_path import cached_replies
 from nvpool.fuse.protocol import replies, requests
@@ -133,7 +133,9 @@ async def test_listed_files_open_and_close_as_on_the_slow_path(kernel, rng):
             assert (reply_count(step) > before) == (way is not None)
             handle = kernel.ops._files[opened.fh]
             assert (
-                type(handle) is FileHandle and type(handle.file) is OpenInode and type(handle.ahead) is Ahead
+                type(handle) is FileHandle
+                and type(handle.file) is OpenInode
+                and type(handle.ahead) is ReadAheadState
             )
             assert handle.number == opened.fh and kernel.vfs.cache.open[inode] is handle.file
             if kernel.ops.kept is not None:

@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from nvpool.client.state.dirty_file import WrittenFile
+from nvpool.client.state.dirty_file import DirtyFile
 from nvpool.client.state.leases import NEVER_S, InodeLease, ShardWatch
-from nvpool.client.state.metadata_cache import OpenInode, WholeDirectory
+from nvpool.client.state.metadata_cache import CompleteDirectory, OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.vfs_types import Caller
 from nvpool.core import errors
@@ -702,7 +702,7 @@ async def test_random_states_agree_with_the_slow_path(kernel):
                     file = cache.open[inode] = OpenInode(attr)
                     file.attr_born_s, file.handles = born_s, 1
                     if chance.random() < 0.4:
-                        file.written = WrittenFile(file)
+                        file.written = DirtyFile(file)
                         file.written.wrote = chance.random() < 0.4
                 else:
                     cache._attrs[inode] = (
@@ -711,7 +711,9 @@ async def test_random_states_agree_with_the_slow_path(kernel):
                     )
         for one in directories:
             if chance.random() < 0.5:
-                cache._whole[one] = WholeDirectory(chance.choice([1, 7]), chance.choice([None, None, set()]))
+                cache._whole[one] = CompleteDirectory(
+                    chance.choice([1, 7]), chance.choice([None, None, set()])
+                )
                 cache._whole[one].names = {name for name in names if chance.random() < 0.3}
             for name in names:
                 if chance.random() < 0.6:

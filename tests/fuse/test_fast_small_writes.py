@@ -22,7 +22,7 @@ from nvpool.rpc.messages.read_write_codec import encode_write_reply
 from nvpool.rpc.transports.frame import EMPTY
 from nvpool.rpc.v1.wire_pb2 import META_REPORT
 from nvpool.shm.mount_state import KeptMemory
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 from tests.fuse.test_kernel_engine import Kernel, sleeping_process
 
 OPTIONS = ClientOptions(deadline_s=20.0, retry_first_s=0.001, short_circuit=False)
@@ -120,7 +120,7 @@ async def mounted():
     descriptor = KeptMemory.make(1 << 24)
     try:
         with tempfile.TemporaryDirectory() as directory:
-            async with LocalPool(
+            async with InProcessPool(
                 endpoints=lambda role, number: f"stream+unix://{directory}/{role}{number}"
             ) as pool:
                 kept = KeptMemory(descriptor)

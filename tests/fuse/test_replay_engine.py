@@ -10,7 +10,7 @@ import pytest
 
 from nvpool.fuse.dispatch import FIRST
 from nvpool.fuse.kernel.connection import KernelEngine
-from nvpool.fuse.kernel.replay_engine import KeepingEngine
+from nvpool.fuse.kernel.replay_engine import ReplayEngine
 from nvpool.fuse.mount_point import MountOptions
 from nvpool.fuse.ops.operations import FuseOps
 from nvpool.fuse.protocol import replies, requests
@@ -42,7 +42,7 @@ class KeepingKernel(Kernel):
         super().__init__(vfs)
         ops = self.engine._ops if before is None else before.engine._ops  # open files are taken over
         self.came_again = None
-        engine = KeepingEngine(ops, None, MountOptions("p"), lambda: self.ready.append(1), lambda: None, keep)
+        engine = ReplayEngine(ops, None, MountOptions("p"), lambda: self.ready.append(1), lambda: None, keep)
         self.engine = engine
         engine.adopt(self.theirs.fileno())
         if before is not None:
@@ -159,7 +159,7 @@ def test_engine_reads_nothing_while_its_log_is_full(memory, monkeypatch):
     "code, awaited", [(0, True), (errno.EINVAL, True), (errno.ENOENT, False), (errno.ENODEV, False)]
 )
 def test_kernel_is_queried_whether_it_still_waits(memory, monkeypatch, code, awaited):
-    engine = KeepingEngine(FuseOps(SlowVfs()), None, MountOptions("p"), lambda: None, lambda: None, memory)
+    engine = ReplayEngine(FuseOps(SlowVfs()), None, MountOptions("p"), lambda: None, lambda: None, memory)
     said = []
 
     def write(fd, answer):
@@ -174,5 +174,5 @@ def test_kernel_is_queried_whether_it_still_waits(memory, monkeypatch, code, awa
 
 def test_resend_is_not_negotiated():
     assert (
-        KernelEngine.flags & Init.HAS_RESEND and KeepingEngine.flags == KernelEngine.flags & ~Init.HAS_RESEND
+        KernelEngine.flags & Init.HAS_RESEND and ReplayEngine.flags == KernelEngine.flags & ~Init.HAS_RESEND
     )

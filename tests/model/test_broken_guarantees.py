@@ -38,7 +38,7 @@ from nvpool.testing.sim.workloads import namespace as name_workload
 
 pytestmark = pytest.mark.t3
 
-NAMES = (name_workload.Naming, listing.Listings)
+NAMES = (name_workload.NamespaceWorkload, listing.Listings)
 
 
 def found(seeds, seconds=30.0, **named) -> list[str]:
@@ -75,7 +75,7 @@ def test_shard_that_loses_acknowledged_changes_is_found(monkeypatch):
 
 
 def test_primary_that_ignores_its_lease_is_found(monkeypatch):
-    monkeypatch.setattr(commit_gate.Gate, "open", lambda self: not self.closed)
+    monkeypatch.setattr(commit_gate.CommitGate, "open", lambda self: not self.closed)
     assert found(range(1, 41), standbys=1, kinds={"stop_asked": 1}, of="meta")
 
 
@@ -175,7 +175,7 @@ def test_restart_counted_as_data_loss_is_found(monkeypatch):
 
 def test_engine_that_replies_before_sync_is_found(monkeypatch):
     monkeypatch.setattr(shard_members._Journal, "sync_file", lambda self, descriptor: None)
-    assert found(range(1, 41), standbys=0, kinds={"power": 1}, only=(name_workload.Naming,))
+    assert found(range(1, 41), standbys=0, kinds={"power": 1}, only=(name_workload.NamespaceWorkload,))
 
 
 def test_store_that_recomputes_checksums_is_found(monkeypatch):
@@ -193,12 +193,12 @@ def test_participant_that_skips_its_effects_is_found(monkeypatch):
         "end",
         lambda self, span, effects, before=participant.Participant.end: before(self, span, []),
     )
-    assert found(range(1, 41), shards=2, kinds={"kill": 1}, only=(name_workload.Naming,))
+    assert found(range(1, 41), shards=2, kinds={"kill": 1}, only=(name_workload.NamespaceWorkload,))
 
 
 def test_shard_that_shows_locked_records_is_found(monkeypatch):
     monkeypatch.setattr(record_locks.Holds, "of", lambda self, key: None)
-    assert found(range(1, 41), shards=2, kinds={"cut": 1}, only=(name_workload.Naming,))
+    assert found(range(1, 41), shards=2, kinds={"cut": 1}, only=(name_workload.NamespaceWorkload,))
 
 
 def test_migration_that_misses_later_changes_is_found(monkeypatch):
@@ -220,10 +220,10 @@ def test_destination_that_reuses_inode_numbers_is_found(monkeypatch):
 
 
 def test_listing_that_stops_after_one_shard_is_found(monkeypatch):
-    async def ask_step(self, request, before=lookup_striped_dirs.Wide._ask_step):
+    async def ask_step(self, request, before=lookup_striped_dirs.StripedDirectories._ask_step):
         return await before(self, request) if request.cursor == 0 else meta_pb2.ListDirReply()
 
-    monkeypatch.setattr(lookup_striped_dirs.Wide, "_ask_step", ask_step)
+    monkeypatch.setattr(lookup_striped_dirs.StripedDirectories, "_ask_step", ask_step)
     assert found(range(1, 41), shards=3, moving=False, kinds={"cut": 1}, only=NAMES)
 
 

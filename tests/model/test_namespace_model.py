@@ -25,8 +25,8 @@ from nvpool.core.errors import DirectoryNotEmpty, IsADirectory, NotADirectory, N
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB, MIB
 from nvpool.sdk.async_filesystem import AsyncFileSystem
-from nvpool.sdk.fsck.check import Checkup, check_metadata
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.sdk.fsck.check import FsckReport, check_metadata
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(os.getuid(), os.getgid())
@@ -39,7 +39,7 @@ OFFSETS = st.one_of(
 LENGTHS = st.one_of(st.integers(1, 9000), st.sampled_from([1, 4096, CHUNK, CHUNK + 4096, 2 * CHUNK + 17]))
 
 
-async def _plain(pool: LocalPool, target: int) -> PlainStore:
+async def _plain(pool: InProcessPool, target: int) -> PlainStore:
     return PlainStore(target, pool.grant_secret)
 
 
@@ -48,7 +48,7 @@ class Pool:
 
     def __init__(self, make_store=_plain, shards: int = 0) -> None:
         self.loop = asyncio.new_event_loop()
-        self.local = LocalPool(
+        self.local = InProcessPool(
             chunk_bytes=CHUNK, make_store=make_store, capacities=(64 * MIB, 96 * MIB), shards=shards
         )
         self.run(self.local.__aenter__())
@@ -493,7 +493,7 @@ TestNamespace.settings = settings(
 
 
 class OverRealStores(NamespaceMachine):
-    make_store = staticmethod(LocalPool._real_store)
+    make_store = staticmethod(InProcessPool._real_store)
 
 
 TestNamespaceOverRealStores = OverRealStores.TestCase
@@ -507,7 +507,7 @@ class OverThreeShards(NamespaceMachine):
 
     def teardown(self) -> None:
         async def sound() -> None:
-            checkup = Checkup()
+            checkup = FsckReport()
             await check_metadata(self.pool.clients[0], checkup)
             assert not checkup.problems
 
@@ -547,7 +547,7 @@ class InAVolume(NamespaceMachine):
                     break
                 await asyncio.sleep(0.01)
             assert (counted.files_used, counted.bytes_used) == there
-            checkup = Checkup()
+            checkup = FsckReport()
             await check_metadata(self.pool.clients[0], checkup)
             assert not checkup.problems
 

@@ -20,7 +20,7 @@ from nvpool.core import errors
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB
 from nvpool.testing.env.pool import problems_of
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ME = Caller(0, 0)
 BLOCK = 4096
@@ -61,7 +61,7 @@ STEP = st.one_of(
 class Case:
     """Two files, each with its expected content and the blocks that may not be holes."""
 
-    def __init__(self, pool: LocalPool, kills: bool):
+    def __init__(self, pool: InProcessPool, kills: bool):
         self.pool, self.kills = pool, kills
         self.content = [bytearray(), bytearray()]
         self.data: list[set[int]] = [set(), set()]
@@ -193,7 +193,7 @@ class Case:
 
 
 async def play(steps, directory=None) -> None:
-    async with LocalPool(directory, chunk_bytes=CHUNK) as pool:
+    async with InProcessPool(directory, chunk_bytes=CHUNK) as pool:
         case = Case(pool, directory is not None)
         await case.begin()
         for kind, *rest in steps:

@@ -10,7 +10,7 @@ import click
 from nvpool.cli.output import json_option, pool_argument, print_json, print_table
 
 
-class Since(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
+class PointInTime(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
     """Click type of a point in time, given as a time or as an age. The value is in seconds since 1970."""
 
     name = "time"
@@ -60,7 +60,7 @@ examples:
 @pool_argument
 @click.option(
     "--since",
-    type=Since(),
+    type=PointInTime(),
     help="Only events since then: an age like 12h or 7d, or a time like 2026-11-27T08:00.",
 )
 @json_option

@@ -15,7 +15,7 @@ from nvpool.core.units import CHUNK_BYTES_DEFAULT, GIB, MIB, format_bytes
 from nvpool.host.pool_directory import PoolDirectory, being_made
 
 if TYPE_CHECKING:
-    from nvpool.cli.dev_up_rollback import Undoing
+    from nvpool.cli.dev_up_rollback import DevUpRollback
 
 
 @click.group(
@@ -128,9 +128,9 @@ def up(
     removed again. A pool that existed before stays, and so does a new pool after an error, for example if it can not be
     mounted; a message says what runs.
     """
-    from nvpool.cli.dev_up_rollback import Undoing
+    from nvpool.cli.dev_up_rollback import DevUpRollback
 
-    with Undoing(PoolDirectory(directory), mountpoint) as undoing:
+    with DevUpRollback(PoolDirectory(directory), mountpoint) as undoing:
         seen = _up(
             undoing, directory, drives, standbys, shards, sizes, replicas, mountpoint, engine, config_file
         )
@@ -146,7 +146,7 @@ def up(
 
 
 def _up(
-    undoing: Undoing,
+    undoing: DevUpRollback,
     directory: str,
     drives: int | None,
     standbys: int,

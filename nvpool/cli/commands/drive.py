@@ -142,7 +142,7 @@ async def wait_for_none(
     (`instead` is as for `statuses`); any other error ends the wait.
     """
     from nvpool.cli.pool_connection import statuses
-    from nvpool.cli.progress import Look, shown
+    from nvpool.cli.progress import ProgressSample, shown
 
     seen: dict[str, Any] = {}
     most = 0
@@ -165,11 +165,13 @@ async def wait_for_none(
                     + ", ".join(word for word in (stall.text(now_s), detail(seen)) if word)
                 )
 
-    def look() -> Look:
+    def look() -> ProgressSample:
         if not seen:
-            return Look(0, None, in_bytes=False)
+            return ProgressSample(0, None, in_bytes=False)
         words = (stall.text(SYSTEM_CLOCK.boottime_s()), detail(seen))
-        return Look(most - left(seen), most, ", ".join(word for word in words if word), in_bytes=False)
+        return ProgressSample(
+            most - left(seen), most, ", ".join(word for word in words if word), in_bytes=False
+        )
 
     return await shown(title, watch(), look, quiet=quiet)
 

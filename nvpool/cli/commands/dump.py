@@ -46,7 +46,7 @@ def move_records(
 ) -> Moved:
     """Run `move` in a client session, show its progress, and return its result."""
     from nvpool.cli.pool_path import session
-    from nvpool.cli.progress import Look, shown
+    from nvpool.cli.progress import ProgressSample, shown
 
     done = [0]
 
@@ -55,7 +55,7 @@ def move_records(
             return await shown(
                 verb,
                 move(client, path, lambda count: done.__setitem__(0, count)),
-                lambda: Look(done[0], None, "records", in_bytes=False),
+                lambda: ProgressSample(done[0], None, "records", in_bytes=False),
                 quiet=as_json,
             )
 

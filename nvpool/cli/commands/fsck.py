@@ -34,18 +34,18 @@ def fsck(pool: str, repair: bool, scrub: bool, as_json: bool) -> int:
     """
     from nvpool.cli.pool_connection import directory_of
     from nvpool.cli.pool_path import session
-    from nvpool.cli.progress import Look, shown
+    from nvpool.cli.progress import ProgressSample, shown
     from nvpool.sdk.fsck.check import check
-    from nvpool.sdk.fsck.report import Checkup
+    from nvpool.sdk.fsck.report import FsckReport
 
     directory = directory_of(pool)
     secret = directory.grant_key.read_bytes() if repair and directory is not None else None
-    checkup = Checkup()
+    checkup = FsckReport()
 
-    def look() -> Look:
+    def look() -> ProgressSample:
         if checkup.stage == "blocks":
-            return Look(checkup.blocks << 12, checkup.blocks_total << 12, "blocks")
-        return Look((checkup.records + checkup.chunks) << 12, None, checkup.stage)
+            return ProgressSample(checkup.blocks << 12, checkup.blocks_total << 12, "blocks")
+        return ProgressSample((checkup.records + checkup.chunks) << 12, None, checkup.stage)
 
     async def run() -> None:
         async with session(pool, "fsck") as client:

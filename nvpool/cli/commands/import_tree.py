@@ -73,7 +73,7 @@ def transfer(
     """Run `move` in a session of the pool, show its progress and result, and return the exit code."""
     from nvpool.cli.output import print_json, say
     from nvpool.cli.pool_path import session
-    from nvpool.cli.progress import Look, shown
+    from nvpool.cli.progress import ProgressSample, shown
     from nvpool.core.clock import SYSTEM_CLOCK
     from nvpool.core.units import format_bytes
     from nvpool.sdk.transfer.progress import TransferOptions, TransferProgress
@@ -81,8 +81,8 @@ def transfer(
     progress = TransferProgress()
     transfer_options = TransferOptions()._replace(**options)
 
-    def look() -> Look:
-        return Look(
+    def look() -> ProgressSample:
+        return ProgressSample(
             progress.bytes, progress.bytes_total if progress.counted else None, f"{progress.files:,} files"
         )
 

@@ -180,7 +180,7 @@ def _order(
 async def _wait(pool: str, targets: frozenset[int], quiet: bool) -> list[dict[str, Any]]:
     """Wait until none of the targets scrubs any more; return their states. The pool may be away meanwhile."""
     from nvpool.cli.pool_connection import statuses
-    from nvpool.cli.progress import Look, shown
+    from nvpool.cli.progress import ProgressSample, shown
 
     found: list[dict[str, Any]] = []
 
@@ -191,10 +191,10 @@ async def _wait(pool: str, targets: frozenset[int], quiet: bool) -> list[dict[st
             if all(one["state"] == "idle" for one in found):
                 return found
 
-    def look() -> Look:
+    def look() -> ProgressSample:
         under_way = [one for one in found if one["state"] in ("running", "paused")]
         left = max((one["seconds_left"] for one in under_way), default=-1.0)
-        return Look(
+        return ProgressSample(
             sum(one["blocks"] for one in under_way) * BLOCK_BYTES,
             sum(one["blocks_total"] for one in under_way) * BLOCK_BYTES,
             f"{left:.0f} s to go" if left >= 0 else "",

@@ -96,7 +96,7 @@ async def wait_until_moved(
     The pool may be unavailable for a while; any other error ends the wait.
     """
     from nvpool.cli.pool_connection import statuses
-    from nvpool.cli.progress import Look, shown
+    from nvpool.cli.progress import ProgressSample, shown
 
     shards: list[dict[str, Any]] | None = None
     paused = False
@@ -118,13 +118,13 @@ async def wait_until_moved(
             ):
                 return shards
 
-    def look() -> Look:
+    def look() -> ProgressSample:
         if shards is None:
-            return Look(0, None, in_bytes=False)
+            return ProgressSample(0, None, in_bytes=False)
         words = "clients are leaving it" if gone else "its node is to begin it"
         if left():
             words = f"{left()} partitions left" + (f", {completed(PAUSED)}" if paused else "")
-        return Look(most - left(), most, words, in_bytes=False)
+        return ProgressSample(most - left(), most, words, in_bytes=False)
 
     return await shown(title, watch(), look, quiet=quiet)
 

@@ -21,7 +21,7 @@ from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.errors import NvpoolError
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.poolmap.certificate_expiry import remedy_of, state_of
-from nvpool.security.ca import Described, described
+from nvpool.security.ca import CertificateFacts, described
 
 SKEW_WARN_S, SKEW_BAD_S = 0.5, 300.0
 CONNECT_S = 2.0
@@ -144,7 +144,7 @@ def skews(found: dict[str, float]) -> Check:
     return ok("clocks", seen)
 
 
-def certificates(found: dict[str, Described], now_s: float) -> Iterator[Check]:
+def certificates(found: dict[str, CertificateFacts], now_s: float) -> Iterator[Check]:
     """Check the life time of certificates. `found`: file name -> its certificate."""
     for name, one in sorted(found.items()):
         left_s, is_authority = one.ends_s - now_s, name.endswith("authority.crt")
@@ -279,7 +279,7 @@ def meta_space(directory: PoolDirectory) -> Check:
     return doctor_drive.space(directory.path, f"metadata and logs ({directory.path})")
 
 
-def certificate_files(secret: Path) -> dict[str, Described]:
+def certificate_files(secret: Path) -> dict[str, CertificateFacts]:
     """Return the certificates of the pool and, below etcd/, of its etcd: file name -> certificate."""
     return {
         str(path.relative_to(secret)): described(path.read_bytes())

@@ -129,7 +129,7 @@ OF_KERNEL = ("user_id=", "group_id=", "rootmode=", "fd=", "blksize=", "subtype="
 _REMOUNT, _NOSUID, _NODEV, _RDONLY = 32, 2, 4, 1
 
 
-class Wanted(NamedTuple):
+class MountRequest(NamedTuple):
     source: str
     place: str
     pool: str
@@ -152,7 +152,7 @@ def known() -> str:
     return ", ".join([*(f"{name}=" for name in (*HERE, *VALUES)), *WORDS, *FLAGS, *PASSED, "remount"])
 
 
-def parse(arguments: list[str]) -> Wanted:
+def parse(arguments: list[str]) -> MountRequest:
     """Parse the arguments. InvalidRequest: names the wrong argument and the possible ones."""
     try:
         given, rest = getopt.gnu_getopt(arguments, "sfnvho:t:N:")
@@ -209,7 +209,7 @@ def parse(arguments: list[str]) -> Wanted:
     pool, subtree = (
         ("", "/") if remount else _where(source, here.get("pool", ""))
     )  # it may be what `nvpool mount` shows
-    return Wanted(
+    return MountRequest(
         source,
         str(place_of(place)),
         pool,
@@ -253,7 +253,7 @@ def _where(source: str, directory: str) -> tuple[str, str]:
     ) else f"{pool}:{DEFAULT_PORT}", subtree
 
 
-def remount(wanted: Wanted) -> None:
+def remount(wanted: MountRequest) -> None:
     """Change the mount flags that the kernel enforces: read-only, noexec and the like.
 
     All other options stay as they were. Refused: nothing of nvpool is mounted there, the mount was made
@@ -290,7 +290,7 @@ def _was_read_only(words: list[str]) -> bool:
     return given[-1] == "ro" if given else "--read-only" in words
 
 
-def run(wanted: Wanted) -> None:
+def run(wanted: MountRequest) -> None:
     """Mount the pool; on return the mount answers. With `fake` only check the arguments and configuration.
 
     Refused, Unavailable: as `mount_pool` in cli/mount/control. InvalidRequest: the path in the pool is not

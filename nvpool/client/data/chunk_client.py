@@ -20,12 +20,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 from nvpool.client.data.commit import PATIENCE_S, StoreCommit, Stored, WrittenAt
-from nvpool.client.data.data_loss_check import Ended
-from nvpool.client.data.hedged_reads import SecondReads, settle
+from nvpool.client.data.data_loss_check import DataLossCheck
+from nvpool.client.data.hedged_reads import HedgedReads, settle
 from nvpool.client.data.hedging_policy import LATE_S, Hedging, SentRead
 from nvpool.client.data.read_queue import (
-    Lane,
     Read,
+    ReadQueue,
     error_of,
     mismatch,
     reads_struct,
@@ -35,7 +35,7 @@ from nvpool.client.data.read_queue import (
 from nvpool.client.data.replica_choice import Replicas
 from nvpool.client.data.short_circuit import ShortCircuitReads
 from nvpool.client.data.volume_key_cache import VolumeKeys
-from nvpool.client.data.write_fast_path import Writing
+from nvpool.client.data.write_fast_path import SubmittedWrite
 from nvpool.client.rpc.backoff import pause, until_known
 from nvpool.client.rpc.deadline_errors import at_the_deadline, reason_of
 from nvpool.client.state.metadata_cache import OpenInode
@@ -121,19 +121,19 @@ class ChunkClient:
         self._clock = clock
         self._renew = renew
         self._keys = keys
-        self.ended = Ended(view, renew)
+        self.ended = DataLossCheck(view, renew)
         self._loop = asyncio.get_running_loop()
-        self._lanes: dict[int, Lane] = {}
+        self._lanes: dict[int, ReadQueue] = {}
         self.epoch = view.map.epoch
         self.sequence = 0
         self._slots = list(range(SLOTS_PER_SESSION))
         self._slot_waiters: deque[asyncio.Future] = deque()
         self._tasks: set[asyncio.Task] = set()
         self._read_flags = ASKER_KEEPS if options.direct_reads else 0
-        self._held: list[Lane] | None = None  # target queues with reads that wait for send_held
+        self._held: list[ReadQueue] | None = None  # target queues with reads that wait for send_held
         self.replicas = Replicas(view, clock, dialer.greeting.host_id, options.rack, self.lane)
         self.hedging = Hedging(clock, self._is_late, self._look_for_slow)
-        self._seconds = SecondReads(self, view, clock, pause=self._pause, renew=renew)
+        self._seconds = HedgedReads(self, view, clock, pause=self._pause, renew=renew)
         self._flushing = StoreCommit(view, clock, call=self._call, pause=self._pause)
         self.short = ShortCircuitReads(
             dialer, options, clock, epoch=lambda: self.epoch, find_lane=self.find_lane
@@ -163,16 +163,16 @@ class ChunkClient:
 
     # -- targets -------------------------------------------------------------------------------------------------------
 
-    def lane(self, target: int) -> Lane:
+    def lane(self, target: int) -> ReadQueue:
         lane = self._lanes.get(target)
         if lane is None:
             known = self._view.map.target_by_id.get(target)
             if known is None:
                 raise StaleEpoch(f"the pool map does not know target {target}")
-            lane = self._lanes[target] = Lane(target, known.endpoints, self.replicas.distance(known))
+            lane = self._lanes[target] = ReadQueue(target, known.endpoints, self.replicas.distance(known))
         return lane
 
-    def find_lane(self, file: OpenInode, index: int, tried: tuple[Lane, ...] = ()) -> Lane:
+    def find_lane(self, file: OpenInode, index: int, tried: tuple[ReadQueue, ...] = ()) -> ReadQueue:
         """The target queue of the chunk's best replica, if possible not in `tried`."""
         targets = self.chain(file, index).readable
         lane = (
@@ -283,18 +283,18 @@ class ChunkClient:
         for lane in held or ():
             self._turn_over(lane)
 
-    def _complete_short_circuit(self, lane: Lane, job: Read, found: memoryview | None) -> None:
+    def _complete_short_circuit(self, lane: ReadQueue, job: Read, found: memoryview | None) -> None:
         if found is not None:
             settle(job, found)
         elif not job.future.done():
             self.send(lane, [job])
 
-    def _turn_over(self, lane: Lane) -> None:
+    def _turn_over(self, lane: ReadQueue) -> None:
         lane.scheduled = False
         if lane.pending:
             self._send_pending(lane)
 
-    def _send_pending(self, lane: Lane) -> None:
+    def _send_pending(self, lane: ReadQueue) -> None:
         jobs, lane.pending = lane.pending, []
         size, lane.pending_bytes = lane.pending_bytes, 0
         parts = max(-(-size // PART_BYTES), 1 + (len(jobs) >= HALVED_READS))
@@ -302,7 +302,7 @@ class ChunkClient:
         for at in range(0, len(jobs), each):
             self.send(lane, jobs[at : at + each])
 
-    def send(self, lane: Lane, jobs: list[Read]) -> None:
+    def send(self, lane: ReadQueue, jobs: list[Read]) -> None:
         connection = self._dialer.live(lane.endpoints)
         if connection is None:
             self._own_reads(self._send_when_connected(lane, jobs), jobs)
@@ -312,7 +312,7 @@ class ChunkClient:
     def _own_reads(self, work, jobs: list[Read]) -> None:
         self.own(work).add_done_callback(partial(_closed, jobs))
 
-    async def _send_when_connected(self, lane: Lane, jobs: list[Read]) -> None:
+    async def _send_when_connected(self, lane: ReadQueue, jobs: list[Read]) -> None:
         try:
             connection = await self._dialer.connect(lane.endpoints, self.connect_until_s(jobs[0].deadline_s))
         except NvpoolError as error:
@@ -327,7 +327,7 @@ class ChunkClient:
         """
         return min(deadline_s, self._clock.boottime_s() + LATE_S) if self.replicas.several else deadline_s
 
-    def _submit(self, connection, lane: Lane, jobs: list[Read]) -> None:
+    def _submit(self, connection, lane: ReadQueue, jobs: list[Read]) -> None:
         if len(jobs) == 1:
             job = jobs[0]
             grants = [job.file.grant]
@@ -376,11 +376,11 @@ class ChunkClient:
         self.hedging.came(sent, error is None)
         self._answered(sent.lane, sent.jobs, reply, error)
 
-    def answered(self, lane: Lane, jobs: list[Read], reply, error) -> None:
+    def answered(self, lane: ReadQueue, jobs: list[Read], reply, error) -> None:
         """Handle the result of reads that another module has sent and counted in the queue."""
         self._answered(lane, jobs, reply, error)
 
-    def _answered(self, lane: Lane, jobs: list[Read], reply, error) -> None:
+    def _answered(self, lane: ReadQueue, jobs: list[Read], reply, error) -> None:
         lane.in_flight -= 1
         if error is None:
             try:
@@ -435,7 +435,7 @@ class ChunkClient:
                 whole[:length] = part
                 future.set_result(memoryview(whole))
 
-    def _is_late(self, lane: Lane) -> None:
+    def _is_late(self, lane: ReadQueue) -> None:
         if self.replicas.failed(lane):
             self.map_changed_files()  # drop the target queues that files chose while this target answered
 
@@ -443,7 +443,7 @@ class ChunkClient:
         if self.replicas.shun_slow(self._lanes.values()):
             self.map_changed_files()
 
-    def _all_again(self, jobs: list[Read], error: BaseException, lane: Lane) -> None:
+    def _all_again(self, jobs: list[Read], error: BaseException, lane: ReadQueue) -> None:
         if (
             self.replicas.several
             and isinstance(error, Unavailable)
@@ -453,7 +453,7 @@ class ChunkClient:
         for job in jobs:
             self._again(job, error, lane)
 
-    def _again(self, job: Read, error: BaseException, lane: Lane | None = None) -> None:
+    def _again(self, job: Read, error: BaseException, lane: ReadQueue | None = None) -> None:
         """Handle `error` of `lane`: fail the future, or start a task that retries the read."""
         if lane is not None and isinstance(error, Unavailable | Damaged | StaleTenure):
             job.tried = (*job.tried, lane)
@@ -579,7 +579,7 @@ class ChunkClient:
 
     # -- writing ---------------------------------------------------------------------------------------------------------
 
-    def way_to_write(self, file: OpenInode, index: int) -> tuple[Chain, Lane, object] | None:
+    def way_to_write(self, file: OpenInode, index: int) -> tuple[Chain, ReadQueue, object] | None:
         """The route of `begin_write` to the chunk; None if the write would have to wait.
 
         The caller must use the route immediately, before any other task can take its place.
@@ -598,7 +598,7 @@ class ChunkClient:
 
     def begin_write(
         self,
-        way: tuple[Chain, Lane, object],
+        way: tuple[Chain, ReadQueue, object],
         file: OpenInode,
         index: int,
         offset: int,
@@ -606,13 +606,13 @@ class ChunkClient:
         parts: Sequence,
         checksums: bytes,
         deadline_s: float,
-        on_end: Callable[[Writing, BaseException | None], None],
-    ) -> Writing:
+        on_end: Callable[[SubmittedWrite, BaseException | None], None],
+    ) -> SubmittedWrite:
         """Submit `write` by the route that `way_to_write` has just returned; see Writing."""
         self.counters["writes"] += 1
         self.sequence += 1
         file.grant_used = True
-        writing = Writing(self, file, index, way[0].epoch, self._slots.pop(), self.sequence, on_end)
+        writing = SubmittedWrite(self, file, index, way[0].epoch, self._slots.pop(), self.sequence, on_end)
         writing.send(way, self.epoch, offset, length, parts, checksums, deadline_s)
         return writing
 
@@ -621,7 +621,7 @@ class ChunkClient:
         self.short.forget_chunk(file, index)
         return self.replicas.stored(file, index, epoch, cut)
 
-    def leave(self, writing: Writing) -> None:
+    def leave(self, writing: SubmittedWrite) -> None:
         """Release the request id of the write."""
         self._slots.append(writing.slot)
         self._wake()
@@ -635,7 +635,7 @@ class ChunkClient:
         parts: Sequence,
         checksums: bytes,
         deadline_s: float,
-        begun: Writing | None = None,
+        begun: SubmittedWrite | None = None,
     ) -> Stored:
         """Write `parts`, `length` bytes in total, to chunk `index` at `offset`.
 
@@ -785,7 +785,7 @@ class ChunkClient:
                     raise
                 await self.mend(file, error, reason, tries, deadline_s, WRITE)
 
-    def _has_other_head(self, file: OpenInode, index: int, lane: Lane) -> bool:
+    def _has_other_head(self, file: OpenInode, index: int, lane: ReadQueue) -> bool:
         return self.chain(file, index).targets[0] != lane.target
 
     async def unless_moved(self, call: Awaitable, moved: Callable[[], bool]):

@@ -14,7 +14,7 @@ from nvpool.core.grants import WRITE
 from nvpool.core.units import BLOCK_BYTES
 
 
-class Ended:
+class DataLossCheck:
     """The check whether a write may replace lost bytes.
 
     `renew(file, rights)` fetches an open inode's attributes.

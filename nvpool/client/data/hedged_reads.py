@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from nvpool.client.data.hedging_policy import SentRead
-from nvpool.client.data.read_queue import Lane, Read
+from nvpool.client.data.read_queue import Read, ReadQueue
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.pool_map_cache import PoolView
 from nvpool.core.clock import Clock
@@ -27,7 +27,7 @@ SECOND_S = 5.0
 """Time for one more attempt at another replica, before the next one is asked."""
 
 
-class SecondReads:
+class HedgedReads:
     """The second requests of slow reads.
 
     `chunks` finds target queues, sends, and owns tasks; `pause(error, tries, left_s)` waits before a retry.
@@ -62,7 +62,7 @@ class SecondReads:
             else:
                 self._ask(job, sent, lane, job.deadline_s)
 
-    def _ask(self, job: Read, sent: SentRead, lane: Lane, deadline_s: float) -> BlocksFuture:
+    def _ask(self, job: Read, sent: SentRead, lane: ReadQueue, deadline_s: float) -> BlocksFuture:
         coming = BlocksFuture(0, job.length)
         coming.on_end = partial(self._came, job, sent)
         second = Read(job.file, job.index, job.offset, job.length, None, coming, deadline_s)

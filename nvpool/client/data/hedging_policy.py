@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from nvpool.client.data.read_queue import Lane, Read
+from nvpool.client.data.read_queue import Read, ReadQueue
 from nvpool.core.clock import Clock
 
 SHARE = 0.05
@@ -40,7 +40,7 @@ class SentRead:
     def __init__(
         self,
         number: int,
-        lane: Lane,
+        lane: ReadQueue,
         jobs: Sequence[Read],
         sent_s: float,
         again: Callable[[SentRead], None],
@@ -68,7 +68,7 @@ class Hedging:
     average latencies are up to date.
     """
 
-    def __init__(self, clock: Clock, late: Callable[[Lane], None], looked: Callable[[], None]):
+    def __init__(self, clock: Clock, late: Callable[[ReadQueue], None], looked: Callable[[], None]):
         self._now_s = clock.boottime_s
         self._late = late
         self._looked = looked
@@ -83,7 +83,7 @@ class Hedging:
         self.counters = {"hedged": 0, "late": 0}
 
     def watch(
-        self, lane: Lane, jobs: Sequence[Read], again: Callable[[SentRead], None], cost: float = 0.0
+        self, lane: ReadQueue, jobs: Sequence[Read], again: Callable[[SentRead], None], cost: float = 0.0
     ) -> SentRead:
         """Watch a message of reads that is being sent.
 

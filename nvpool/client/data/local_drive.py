@@ -14,7 +14,7 @@ from nvpool.core.errors import NotSupported
 from nvpool.rpc.messages.read_write_codec import HANDOVER
 
 
-class Source:
+class LocalDrive:
     """A target whose drive the client may read (short-circuit reads)."""
 
     __slots__ = (

@@ -27,7 +27,7 @@ def results_struct(count: int) -> struct.Struct:
     return struct.Struct("<" + "HHIQ" * count)
 
 
-class Lane:
+class ReadQueue:
     """The queue to one target: the reads that wait for the end of this event-loop iteration.
 
     `endpoints` and `distance` (see Replicas) are those of the newest map. Until `shunned_s` other replicas
@@ -100,12 +100,14 @@ class Read:
         self.verify = False
         self.second = False  # whether it repeats a read that was sent to another replica before
         self.insisted = False  # whether a task asks other replicas until one has answered
-        self.tried: tuple[Lane, ...] = ()  # replicas that failed, since the last time that all had failed
+        self.tried: tuple[
+            ReadQueue, ...
+        ] = ()  # replicas that failed, since the last time that all had failed
 
 
 def submit_into(
     connection,
-    lane: Lane,
+    lane: ReadQueue,
     message: bytes,
     into: memoryview,
     future: asyncio.Future,
@@ -143,7 +145,7 @@ def error_of(status: int, job: Read) -> NvpoolError:
     return cls(f"{what} (inode {job.file.inode}, chunk {job.index}, offset {job.offset})")
 
 
-def mismatch(job: Read, lane: Lane) -> ChecksumMismatch:
+def mismatch(job: Read, lane: ReadQueue) -> ChecksumMismatch:
     return ChecksumMismatch(
         f"a block that target {lane.target} sent does not have its checksum (inode {job.file.inode}, "
         f"chunk {job.index}, offset {job.offset}, {job.length} bytes)"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from nvpool.client.data.commit import Stored, WrittenAt
-from nvpool.client.data.read_queue import Lane
+from nvpool.client.data.read_queue import ReadQueue
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.pool_map_cache import PoolView
 from nvpool.core.clock import Clock
@@ -49,7 +49,9 @@ class Replicas:
     `rack`: that of this host, if it is not a node of the pool.
     """
 
-    def __init__(self, view: PoolView, clock: Clock, host_id: str, rack: str, lane: Callable[[int], Lane]):
+    def __init__(
+        self, view: PoolView, clock: Clock, host_id: str, rack: str, lane: Callable[[int], ReadQueue]
+    ):
         self._view = view
         self._now_s = clock.boottime_s
         self._host_id = host_id
@@ -122,7 +124,7 @@ class Replicas:
         """HERE, SAME_RACK or ELSEWHERE, in the newest map."""
         return self._distances.get(target.node, ELSEWHERE)
 
-    def best(self, targets: Sequence[int], tried: Collection[Lane], turn: int) -> Lane:
+    def best(self, targets: Sequence[int], tried: Collection[ReadQueue], turn: int) -> ReadQueue:
         """The target queue to use, not one of `tried` if there is another.
 
         Equal `turn` gives the same order of equals.
@@ -143,14 +145,14 @@ class Replicas:
                 found = rank, load, lane
         return found[2]
 
-    def failed(self, lane: Lane) -> bool:
+    def failed(self, lane: ReadQueue) -> bool:
         """Record that the target did not answer; return whether that is news."""
         now_s = self._now_s()
         news = lane.shunned_s <= now_s
         lane.shunned_s = now_s + SHUN_S
         return news
 
-    def shun_slow(self, lanes: Iterable[Lane]) -> bool:
+    def shun_slow(self, lanes: Iterable[ReadQueue]) -> bool:
         """Treat targets much slower than the quickest as failed, and measure them again.
 
         Returns whether any of them did not count as failed before.

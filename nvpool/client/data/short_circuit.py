@@ -30,7 +30,7 @@ from functools import partial
 
 from nvpool.blockio.api import Outcome, WaitingReader
 from nvpool.blockio.reader import DIRECT_READ_BYTES, reader_for
-from nvpool.client.data.local_drive import Source
+from nvpool.client.data.local_drive import LocalDrive
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.core.checksum import block_checksums, crc32c
@@ -129,7 +129,7 @@ class BlockLocations:
         "reported",
     )
 
-    def __init__(self, file: OpenInode, index: int, source: Source):
+    def __init__(self, file: OpenInode, index: int, source: LocalDrive):
         self.file = file
         self.index = index
         self.source = source
@@ -153,8 +153,8 @@ class ShortCircuitReads:
         self._loop = asyncio.get_running_loop()
         self.on = options.short_circuit and options.locations_bytes > 0
         self._direct_reads = options.direct_reads
-        self._sources: dict[int, Source] = {}
-        self._left: list[Source] = []
+        self._sources: dict[int, LocalDrive] = {}
+        self._left: list[LocalDrive] = []
         self._not_before: dict[int, float] = {}
         self._introducing: dict[int, asyncio.Task] = {}
         self._wanted: dict = {}  # lane -> {(inode, index): (file, version that is here)}
@@ -480,7 +480,7 @@ class ShortCircuitReads:
             for at in range(0, len(entries), LOCATE_ENTRIES_MAX):
                 self._ask_some(lane, source, connection, entries[at : at + LOCATE_ENTRIES_MAX])
 
-    def _ask_some(self, lane, source: Source, connection, entries: list) -> None:
+    def _ask_some(self, lane, source: LocalDrive, connection, entries: list) -> None:
         places: dict[bytes, int] = {}
         packed = bytearray()
         for (inode, index), (file, version) in entries:
@@ -508,7 +508,7 @@ class ShortCircuitReads:
             on_done=partial(self._answered, source, connection, asked, sent_s),
         )
 
-    def _answered(self, source: Source, connection, asked: list, sent_s: float, reply, error) -> None:
+    def _answered(self, source: LocalDrive, connection, asked: list, sent_s: float, reply, error) -> None:
         self._asked.difference_update([(file.inode, index) for file, index, _ in asked])
         if self._sources.get(source.target) is not source:
             return
@@ -532,7 +532,7 @@ class ShortCircuitReads:
         elif not isinstance(error, NvpoolError):
             log.warning("places from target %d: %s", source.target, error)
 
-    def _install(self, source: Source, asked: list, results: list, answer, sent_s: float) -> None:
+    def _install(self, source: LocalDrive, asked: list, results: list, answer, sent_s: float) -> None:
         runs, sums = array("Q", answer.runs), answer.checksums
         at = place = 0
         for (file, index, changes), (status, flags, run_count, blocks, life_ms, slot, stamp, version) in zip(
@@ -625,7 +625,7 @@ class ShortCircuitReads:
         again_s = AGAIN_S
         try:
             asked_s = self._now_s()
-            source = Source(target, *await take(path, AGAIN_S), self._direct_reads, asked_s=asked_s)
+            source = LocalDrive(target, *await take(path, AGAIN_S), self._direct_reads, asked_s=asked_s)
             self._sources[target] = source
             log.debug("target %d lets us read its drive", target)
         except NvpoolError as error:
@@ -636,7 +636,7 @@ class ShortCircuitReads:
             self._not_before[target] = self._now_s() + again_s
             del self._introducing[target]
 
-    def _forget_source(self, source: Source) -> None:
+    def _forget_source(self, source: LocalDrive) -> None:
         if self._sources.get(source.target) is source:
             del self._sources[source.target]
         for _, located in self._order:

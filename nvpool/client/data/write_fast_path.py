@@ -18,7 +18,7 @@ from nvpool.rpc.messages.read_write_codec import WRITE_ENTRY, decode_write_reply
 from nvpool.rpc.v1.wire_pb2 import DATA_WRITE
 
 if TYPE_CHECKING:
-    from nvpool.client.data.read_queue import Lane
+    from nvpool.client.data.read_queue import ReadQueue
     from nvpool.poolmap.model import Chain
 
 
@@ -28,11 +28,11 @@ class WriteOwner(Protocol):
     def was_written(self, file: OpenInode, index: int, epoch: int, cut: int) -> Stored:
         """Note that the write succeeded; return the unstable write to commit."""
 
-    def leave(self, writing: Writing) -> None:
+    def leave(self, writing: SubmittedWrite) -> None:
         """Release the request id of the write."""
 
 
-class Writing:
+class SubmittedWrite:
     """A submitted write. `on_end` is called once, with this object and None or an error.
 
     The callback may first do the work that waits for the write, and call `stored()` after that. After an
@@ -63,7 +63,7 @@ class Writing:
         epoch: int,
         slot: int,
         sequence: int,
-        on_end: Callable[[Writing, BaseException | None], None],
+        on_end: Callable[[SubmittedWrite, BaseException | None], None],
     ) -> None:
         self.slot = slot
         self.sequence = sequence
@@ -78,7 +78,7 @@ class Writing:
 
     def send(
         self,
-        way: tuple[Chain, Lane, object],
+        way: tuple[Chain, ReadQueue, object],
         map_epoch: int,
         offset: int,
         length: int,

@@ -17,7 +17,7 @@ from functools import partial
 from nvpool.blockio.reader import read_now
 from nvpool.client.data.chunk_client import GATHER_BYTES, GATHER_READS, ChunkClient
 from nvpool.client.data.hedging_policy import SentRead
-from nvpool.client.data.read_queue import Lane, reads_struct, results_struct, submit_into
+from nvpool.client.data.read_queue import ReadQueue, reads_struct, results_struct, submit_into
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.core import errors
@@ -49,7 +49,7 @@ class _TargetBatch:
         "late",
     )
 
-    def __init__(self, lane: Lane):
+    def __init__(self, lane: ReadQueue):
         self.lane = lane
         self.headers: list[int] = []
         self.grants: dict[bytes, int] = {}
@@ -103,7 +103,7 @@ class ReadBatcher:
         undefined. The caller knows the files' ends: bytes behind them read as zeros.
         """
         chunks = self._chunks
-        batches: dict[Lane, _TargetBatch] = {}
+        batches: dict[ReadQueue, _TargetBatch] = {}
         futures: list[asyncio.Future] = []
         deadline_s = self._clock.boottime_s() + self._options.deadline_s
         if chunks.short.on:

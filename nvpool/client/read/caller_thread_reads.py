@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from nvpool.client.data.read_queue import Lane, reads_struct, results_struct
+from nvpool.client.data.read_queue import ReadQueue, reads_struct, results_struct
 from nvpool.client.data.short_circuit import NOW_BYTES_MAX
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.small_file_cache import SMALL_BYTES
@@ -176,7 +176,7 @@ class ThreadReads:
             if self._closed:
                 self.close()
 
-    def _connect(self, lane: Lane) -> BlockingConnection | None:
+    def _connect(self, lane: ReadQueue) -> BlockingConnection | None:
         live = self._dialer.live(lane.endpoints)
         if live is None or not live.peer.address.startswith("stream"):
             return None

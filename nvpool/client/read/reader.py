@@ -18,7 +18,7 @@ from nvpool.client.state.leases import Leases
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.small_file_cache import SMALL_BYTES, Contents
-from nvpool.client.state.vfs_types import Ahead, ReadAheadUnit
+from nvpool.client.state.vfs_types import ReadAheadState, ReadAheadUnit
 from nvpool.client.write.writeback import Writer
 from nvpool.core.clock import Clock
 from nvpool.core.errors import NvpoolError, Stale
@@ -44,7 +44,7 @@ class SmallFilePart(ImmediateFuture):
         self.finish = finish
 
 
-class Whole:
+class WholeFileFetch:
     """A fetch of a whole small file without local writes, as the future of a `Read`.
 
     Other reads of the file wait for the same reply in `parts`; `parts` is None when the reply has arrived.
@@ -57,7 +57,7 @@ class Whole:
         file: OpenInode,
         asked_s: float,
         parts: list[SmallFilePart],
-        came: Callable[[Whole, bytes], None],
+        came: Callable[[WholeFileFetch, bytes], None],
     ) -> None:
         self.file = file
         self.change = file.attr.change
@@ -105,7 +105,9 @@ class Reader:
         self._ahead_bytes = 0
         self.counters = {"ahead_hits": 0, "ahead_bytes": 0}
 
-    async def read(self, file: OpenInode, ahead: Ahead, offset: int, length: int) -> memoryview | bytes:
+    async def read(
+        self, file: OpenInode, ahead: ReadAheadState, offset: int, length: int
+    ) -> memoryview | bytes:
         """Read the bytes [offset, offset + length) of the file; fewer only at its end.
 
         The caller owns the result. Raises the errors of ChunkClient.read. May be repeated.
@@ -173,7 +175,7 @@ class Reader:
         self._want_whole(file, part)
         return part
 
-    def begin(self, file: OpenInode, ahead: Ahead, offset: int, length: int) -> BlocksFuture | None:
+    def begin(self, file: OpenInode, ahead: ReadAheadState, offset: int, length: int) -> BlocksFuture | None:
         """Submit a random read within one chunk without a task. The caller has tried `read_now` before.
 
         None: there was no side effect; the read is sequential, spans chunks, or depends on local writes.
@@ -201,7 +203,7 @@ class Reader:
         )
         return coming
 
-    def read_now(self, file: OpenInode, ahead: Ahead, offset: int, length: int) -> memoryview | None:
+    def read_now(self, file: OpenInode, ahead: ReadAheadState, offset: int, length: int) -> memoryview | None:
         """As `read`, without waiting; else None. See Files.read_now. `file.located` must not be empty."""
         written = file.written
         if (written is not None and (written.dirty or written.sending)) or ahead.units:
@@ -323,7 +325,7 @@ class Reader:
         if whole is not None and whole.change == file.attr.change:
             whole.parts.append(part)
             return
-        file.fetching = whole = Whole(file, self._clock.boottime_s(), [part], self._whole_came)
+        file.fetching = whole = WholeFileFetch(file, self._clock.boottime_s(), [part], self._whole_came)
         self._chunks.begin(file, 0, 0, whole.size + 4095 & -4096, whole)
 
     def go_on_with(self, begun, parts: list[SmallFilePart]) -> Read:
@@ -332,13 +334,13 @@ class Reader:
         `parts` wait for it. `begun` is the file's `fetching`, unless that was ended.
         """
         file = begun.file
-        whole = Whole(file, begun.asked_s, parts, self._whole_came)
+        whole = WholeFileFetch(file, begun.asked_s, parts, self._whole_came)
         whole.change, whole.size = begun.change, begun.file_bytes
         if file.fetching is begun:
             file.fetching = whole
         return Read(file, 0, 0, whole.size + 4095 & -4096, None, whole, begun.deadline_s)
 
-    def _whole_came(self, whole: Whole, content: bytes) -> None:
+    def _whole_came(self, whole: WholeFileFetch, content: bytes) -> None:
         file, parts, whole.parts = whole.file, whole.parts, None
         wanted = file.fetching is whole
         if wanted:
@@ -364,7 +366,7 @@ class Reader:
 
     # -- read-ahead ------------------------------------------------------------------------------------------------------
 
-    def _follow(self, file: OpenInode, ahead: Ahead, offset: int, end: int, size: int) -> bool:
+    def _follow(self, file: OpenInode, ahead: ReadAheadState, offset: int, end: int, size: int) -> bool:
         """Record a read, and fetch ahead if the handle reads in sequence.
 
         Returns whether the fetched units may have the bytes of this read.
@@ -416,7 +418,9 @@ class Reader:
             self._ahead_bytes -= ahead.units.pop(unit).bytes
         return True
 
-    async def _from_units(self, file: OpenInode, ahead: Ahead, offset: int, end: int) -> memoryview | None:
+    async def _from_units(
+        self, file: OpenInode, ahead: ReadAheadState, offset: int, end: int
+    ) -> memoryview | None:
         bits = min(file.chunk_bits, _UNIT_BITS_MAX)
         first, last = offset >> bits, end - 1 >> bits
         units = []
@@ -456,7 +460,7 @@ class Reader:
             view[a - offset : b - offset] = part[a - begin : b - begin]
         return view
 
-    def forget(self, file: OpenInode, ahead: Ahead) -> None:
+    def forget(self, file: OpenInode, ahead: ReadAheadState) -> None:
         """Drop the handle's read-ahead; the handle starts again as a random reader."""
         for unit in ahead.units.values():
             self._ahead_bytes -= unit.bytes

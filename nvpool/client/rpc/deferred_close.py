@@ -24,7 +24,7 @@ HELD = struct.Struct("<QI")
 """Inode and number of handles, in RenewSessionReply.held and ReleaseRequest.gone."""
 
 
-class Releasing:
+class DeferredClose:
     """The part of `MetaClient` that reports closed files."""
 
     def release(self, inode: int, count: int = 1) -> None:

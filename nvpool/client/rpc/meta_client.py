@@ -18,12 +18,12 @@ from collections.abc import Awaitable, Callable
 from nvpool.client.rpc.backoff import pause
 from nvpool.client.rpc.change_fast_path import OnEnd, SentChange, SubmittedChange
 from nvpool.client.rpc.deadline_errors import at_the_deadline, reason_of
-from nvpool.client.rpc.deferred_close import RENEW_INODES_MAX, Releasing
+from nvpool.client.rpc.deferred_close import RENEW_INODES_MAX, DeferredClose
 from nvpool.client.rpc.lease_watch import keep_watch
-from nvpool.client.rpc.partition_migration import Moved
-from nvpool.client.rpc.primary_connections import Primaries
+from nvpool.client.rpc.partition_migration import PartitionOwners
+from nvpool.client.rpc.primary_connections import PrimaryConnections
 from nvpool.client.rpc.shard_session import ShardSession
-from nvpool.client.rpc.slot_journal import Once, PendingSlot, asking
+from nvpool.client.rpc.slot_journal import PendingSlot, SlotJournal, asking
 from nvpool.client.state.leases import WATCH_SHARE, Leases
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
@@ -57,7 +57,7 @@ _RETURNS_INCARNATION = frozenset((wire_pb2.META_OPEN_SESSION, wire_pb2.META_RENE
 _NEEDS_NO_INCARNATION = _RETURNS_INCARNATION | {wire_pb2.META_CLOSE_SESSION, wire_pb2.META_WATCH}
 
 
-class MetaClient(Releasing):
+class MetaClient(DeferredClose):
     """The client of the metadata service: one session for each shard."""
 
     def __init__(
@@ -76,11 +76,11 @@ class MetaClient(Releasing):
         self._clock = clock
         self._name = name
         self._identity = int.from_bytes(clock.secret(8), "little") or 1
-        self.primaries = Primaries(view, dialer, clock)
+        self.primaries = PrimaryConnections(view, dialer, clock)
         self._shards: dict[int, ShardSession] = {}
         self._closed = False
         self._kept = kept
-        self.once = Once(kept, self._shards, self._give_back) if kept is not None else None
+        self.once = SlotJournal(kept, self._shards, self._give_back) if kept is not None else None
         if self.once is not None:
             self.once.on_given_up = self._give_up
         self.on_lost: Callable[[int], None] = lambda shard: None
@@ -94,7 +94,7 @@ class MetaClient(Releasing):
         """Called with inodes whose leases were recalled because another client is about to change them."""
         self.on_opens_reported: Callable[[list[int]], None] = lambda inodes: None
         """Called with inodes whose opens by a lease are now reported to the shard."""
-        self.moved = Moved(self, view.map, self._shards, clock, options.deadline_s, self._state)
+        self.moved = PartitionOwners(self, view.map, self._shards, clock, options.deadline_s, self._state)
         view.changed.append(self.moved.use_map)
         self.counters = {"questions": 0, "changes": 0, "repeats": 0, "sessions": 0, "renewals": 0}
 

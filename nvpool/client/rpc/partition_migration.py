@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from nvpool.client.rpc.shard_session import ShardSession
-from nvpool.client.rpc.slot_journal import Once
+from nvpool.client.rpc.slot_journal import SlotJournal
 from nvpool.client.state.leases import Leases
 from nvpool.core.clock import Clock
 from nvpool.core.errors import NvpoolError
@@ -38,7 +38,7 @@ class SessionOwner(Protocol):
         """Leases of the client on inodes."""
 
     @property
-    def once(self) -> Once | None:
+    def once(self) -> SlotJournal | None:
         """Records of changes in the mount state; None without mount state."""
 
     @property
@@ -55,7 +55,7 @@ class SessionOwner(Protocol):
         """Report these closes soon and in a batch."""
 
 
-class Moved:
+class PartitionOwners:
     """The partitions' owners, and the client's work when they change."""
 
     def __init__(

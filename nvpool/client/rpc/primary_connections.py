@@ -38,7 +38,7 @@ _LONG = frozenset((wire_pb2.META_WATCH, wire_pb2.META_LOCK_WAIT))
 log = logging.getLogger("nvpool.client.rpc.primary_connections")
 
 
-class Primaries:
+class PrimaryConnections:
     """The connections of a client to the primaries of all shards."""
 
     def __init__(self, view: PoolView, dialer, clock: Clock) -> None:

@@ -42,7 +42,7 @@ class _Early(NamedTuple):
     method: int
 
 
-class Once:
+class SlotJournal:
     """The record of kernel requests with changes.
 
     `shards`: the metadata client's sessions, by shard. `give_back(session, slot, sequence, generation)` frees

@@ -53,7 +53,7 @@ class DirtyExtent:
         return self.parts[0]
 
 
-class Turn:
+class UnfairLock:
     """A lock without fairness: a caller that finds it free takes it without a wait.
 
     So a waiter may have to wait again after it was woken.
@@ -100,7 +100,7 @@ class Turn:
         self.release()
 
 
-class WrittenFile:
+class DirtyFile:
     """The writer's state of one open inode: its dirty extents, sizes and errors."""
 
     __slots__ = (
@@ -141,7 +141,7 @@ class WrittenFile:
         self.changed: asyncio.Future | None = None
         self.held = 0
         self.stored_bytes = 0  # since the last report: the service estimates the file's space from it
-        self.reporting = Turn()
+        self.reporting = UnfairLock()
         self.begun = False  # something was written
         self.paused = 0  # while above 0 nothing is sent, because the file is being truncated
         self.flushing = None  # called when a send ends; see client/write/sender
@@ -285,7 +285,7 @@ def prepared(segment: DirtyExtent) -> tuple[list, bytes]:
     return segment.parts, b"".join(checksums)
 
 
-def copies(written: WrittenFile, start: int, end: int) -> list[tuple[int, int, bytes]]:
+def copies(written: DirtyFile, start: int, end: int) -> list[tuple[int, int, bytes]]:
     """Copies of the local bytes in [start, end), as (start, end, bytes).
 
     They are in the order in which they must overlay the stored bytes.

@@ -148,7 +148,7 @@ class OpenInode:
         self.grant_used = False
 
 
-class WholeDirectory:
+class CompleteDirectory:
     """The complete list of names of a directory.
 
     The list is valid while all changes of the directory are this client's; the directory's change number
@@ -176,7 +176,7 @@ _WHOLE_DIRECTORIES_MAX = 64
 _RENAMED_MAX = 4096
 
 
-class Cache:
+class MetadataCache:
     """Attributes, entries and open inodes of one client."""
 
     def __init__(self, options: ClientOptions, clock: Clock, leases: Leases):
@@ -189,7 +189,7 @@ class Cache:
         # directory -> time of this client's last change of a name in it
         self._renamed_s: dict[int, float] = {}
         self._renamed_floor_s = NEVER_S
-        self._whole: dict[int, WholeDirectory] = {}
+        self._whole: dict[int, CompleteDirectory] = {}
         self._whole_names = 0
         self._trusted_from_s = NEVER_S
         self._options = options
@@ -469,15 +469,15 @@ class Cache:
 
     def born_directory(self, attr: Attr) -> None:
         """Record a directory that this client created with these attributes: it is complete and empty."""
-        self._hold_whole(attr.inode, WholeDirectory(attr.change))
+        self._hold_whole(attr.inode, CompleteDirectory(attr.change))
 
-    def begin_whole(self, attr: Attr) -> WholeDirectory:
+    def begin_whole(self, attr: Attr) -> CompleteDirectory:
         """Start to record the names of a directory. Then call `put_names` and `end_whole`."""
-        whole = WholeDirectory(attr.change, set())
+        whole = CompleteDirectory(attr.change, set())
         self._hold_whole(attr.inode, whole)
         return whole
 
-    def _hold_whole(self, inode: int, whole: WholeDirectory) -> None:
+    def _hold_whole(self, inode: int, whole: CompleteDirectory) -> None:
         self.forget_whole(inode)
         self._whole[inode] = whole
         self._bound_whole()
@@ -486,7 +486,7 @@ class Cache:
         while len(self._whole) > _WHOLE_DIRECTORIES_MAX or self._whole_names > self._options.cached_entries:
             self.forget_whole(next(iter(self._whole)))
 
-    def put_names(self, inode: int, whole: WholeDirectory, names: Iterable[bytes]) -> bool:
+    def put_names(self, inode: int, whole: CompleteDirectory, names: Iterable[bytes]) -> bool:
         """Add listed names; return whether the recording goes on.
 
         False: others have changed the directory, or there is no space left.
@@ -499,7 +499,7 @@ class Cache:
         self._bound_whole()
         return self._whole.get(inode) is whole
 
-    def end_whole(self, inode: int, whole: WholeDirectory, complete: bool) -> None:
+    def end_whole(self, inode: int, whole: CompleteDirectory, complete: bool) -> None:
         """End the recording. `complete`: every name of the directory was listed."""
         if complete:
             whole.ours = None

@@ -64,7 +64,7 @@ class ReadAheadUnit:
         self.end = end
 
 
-class Ahead:
+class ReadAheadState:
     """The read-ahead state of a handle: its position, and the fetched units."""
 
     __slots__ = ("next", "run", "reads", "units", "window", "far")
@@ -102,7 +102,7 @@ class FileHandle:
         self.readable = mode != os.O_WRONLY
         self.writable = mode != os.O_RDONLY
         self.append = bool(flags & os.O_APPEND) and self.writable
-        self.ahead = Ahead()
+        self.ahead = ReadAheadState()
         self.closed = False
         self.number = 0  # by which a successor process knows the handle; 0 without mount state
         # the last write error that this handle reported

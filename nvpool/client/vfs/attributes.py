@@ -9,7 +9,7 @@ from collections import Counter
 
 from nvpool.client.state.metadata_cache import XATTR_FLAG
 from nvpool.client.state.vfs_types import NOW, Caller, FileHandle, StatFs
-from nvpool.client.vfs.base import Core
+from nvpool.client.vfs.base import VfsBase
 from nvpool.core.errors import (
     AccessDenied,
     InvalidRequest,
@@ -50,7 +50,7 @@ _MODE, _UID, _GID, _SIZE, _ATIME, _MTIME, _ATIME_NOW, _MTIME_NOW, _CTIME = 1, 2,
 _CHUNK, _REPLICAS, _WIDE = 512, 1024, 2048
 
 
-class Attributes(Core):
+class Attributes(VfsBase):
     """The operations on attributes, permissions and sizes."""
 
     _statfs: tuple[StatFs, float] | None = None

@@ -1,6 +1,6 @@
 """Base class of all Vfs operations: makes the client's parts and connects them.
 
-`Core` owns the parts, the attributes and grants (access tokens) of open inodes, and the background work. The
+`VfsBase` owns the parts, the attributes and grants (access tokens) of open inodes, and the background work. The
 other modules of this package add the operations.
 """
 
@@ -20,11 +20,11 @@ from nvpool.client.read.reader import Reader
 from nvpool.client.rpc.change_fast_path import OnEnd, SubmittedChange
 from nvpool.client.rpc.meta_client import MetaClient
 from nvpool.client.state.leases import InodeLease
-from nvpool.client.state.metadata_cache import DIVIDED_FLAG, Cache, OpenInode
+from nvpool.client.state.metadata_cache import DIVIDED_FLAG, MetadataCache, OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.pool_map_cache import PoolView
 from nvpool.client.state.vfs_types import Caller
-from nvpool.client.write.crash_journal import Keeping
+from nvpool.client.write.crash_journal import CrashJournal
 from nvpool.client.write.fast_writes import plain_writes
 from nvpool.client.write.quota_reservations import QuotaReservations
 from nvpool.client.write.writeback import Writer
@@ -47,7 +47,7 @@ SILENT_S = 1.0
 """Wait for the attributes of an open file before a read goes on with the cached attributes."""
 
 
-class Core:
+class VfsBase:
     """The parts of a client and their owner. The session calls `run_once` every half second."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Core:
         Only the service knows what such a root may open, so the client sends each of its opens to the
         service.
         """
-        self.cache = Cache(options, clock, self.leases)
+        self.cache = MetadataCache(options, clock, self.leases)
         self.meta.ended = self._leases_ended
         self.meta.on_opens_reported = self._opens_reported
         keys = VolumeKeys(self.meta, self._volume_of)
@@ -82,7 +82,7 @@ class Core:
         self.paths = KnownPaths(lambda: view.map, dialer, clock)
         self.chunks.path_text = self.paths.log_text
         self.cache.on_change = self.chunks.short.forget
-        self.keeping = Keeping(kept) if kept is not None else None
+        self.keeping = CrashJournal(kept) if kept is not None else None
         self.writer = Writer(
             self.chunks,
             options,

@@ -18,7 +18,7 @@ from nvpool.client.vfs.files import Files
 from nvpool.client.vfs.namespace import check_name
 from nvpool.core import errors
 from nvpool.core.containers.bounded_map import too_old
-from nvpool.core.containers.buffer_pool import Spares
+from nvpool.core.containers.buffer_pool import PayloadBuffers
 from nvpool.core.errors import DeadlineExceeded, NameTooLong, NotFound, NvpoolError, SpreadDirectory
 from nvpool.core.grants import READ
 from nvpool.core.units import NAME_BYTES_MAX
@@ -32,13 +32,13 @@ NAMES_MAX = 1000
 _OPERATIONS_PER_BATCH = 64
 """Concurrent operations where each name needs its own."""
 _ELSEWHERE_MAX = 65536
-_spares = Spares()
+_spares = PayloadBuffers()
 
 Place = tuple[int, bytes]
 """A name: the inode of its directory, and the name itself."""
 
 
-class Many(Files):
+class BulkOperations(Files):
     """The operations on many files together."""
 
     def __init__(self, *arguments, **named) -> None:

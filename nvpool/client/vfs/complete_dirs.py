@@ -1,7 +1,7 @@
 """Complete directories: learns all names of a directory in which many names are created.
 
 A kernel looks each name up before it creates the name. That a name is absent is known only to the shard, or
-to a client that knows all names of the directory (attr_cache.WholeDirectory). Then creating a name is a
+to a client that knows all names of the directory (attr_cache.CompleteDirectory). Then creating a name is a
 single request. A directory that this client created is complete from the start; another one is listed once
 some names were created in it, when the listing costs less than the requests that it saves.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 
 from nvpool.client.state.metadata_cache import DIVIDED_FLAG
-from nvpool.client.vfs.namespace import Names
+from nvpool.client.vfs.namespace import NamespaceOperations
 from nvpool.core.errors import NvpoolError
 from nvpool.rpc.v1 import meta_pb2
 
@@ -32,7 +32,7 @@ DIRECTORIES_MAX = 256
 STEP_NAMES = 1024
 
 
-class CompleteDirectories(Names):
+class CompleteDirectories(NamespaceOperations):
     """Learns the names of directories in which this client creates names."""
 
     def __init__(self, *arguments, **named) -> None:

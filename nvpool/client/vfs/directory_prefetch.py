@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from itertools import compress
 
-from nvpool.client.vfs.namespace import Names
+from nvpool.client.vfs.namespace import NamespaceOperations
 from nvpool.core.errors import NvpoolError
 from nvpool.core.grants import READ
 from nvpool.rpc.messages.direntries import DirectoryPage
@@ -26,7 +26,7 @@ STEP_NAMES = 128
 """Entries in one reply: 1.5 ms of the shard, in which it answers no other client."""
 
 
-class Through(Names):
+class DirectoryPrefetch(NamespaceOperations):
     """Prefetches whole directories with attributes, leases and rights."""
 
     def look_through(self, parent: int) -> None:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from nvpool.client.read.reader import EMPTY
 from nvpool.client.rpc.change_fast_path import OnEnd, SentChange, SubmittedChange
-from nvpool.client.state.dirty_file import WrittenFile
+from nvpool.client.state.dirty_file import DirtyFile
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.small_file_cache import SMALL_BYTES
 from nvpool.client.state.vfs_types import Caller, FileHandle
@@ -637,7 +637,7 @@ class Files(LookupBatcher, FileLocks):
         await self.writer.settle(file, sync=True)
         self._raise_new_error(handle, written)
 
-    def _raise_new_error(self, handle: FileHandle, written: WrittenFile | None) -> None:
+    def _raise_new_error(self, handle: FileHandle, written: DirtyFile | None) -> None:
         """Raise the write error that this handle has not raised yet."""
         if written is not None and written.met is not handle.reported_error:
             handle.reported_error = written.met

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from nvpool.client.state.vfs_types import DirHandle
-from nvpool.client.vfs.namespace import Names
+from nvpool.client.vfs.namespace import NamespaceOperations
 from nvpool.core.errors import NotADirectory
 from nvpool.rpc.messages.direntries import DirectoryPage
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
@@ -18,7 +18,7 @@ LIST_MAX = 1024
 """Entries in one reply; the service sends no more."""
 
 
-class DirectoryListing(Names):
+class DirectoryListing(NamespaceOperations):
     """The operations on directory listings."""
 
     async def opendir(self, inode: int) -> DirHandle:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from nvpool.client.rpc.blocking_locks import LockTurns
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.vfs_types import FileHandle
-from nvpool.client.vfs.base import Core
+from nvpool.client.vfs.base import VfsBase
 from nvpool.core.errors import BadHandle, InvalidRequest, LockLost, NotFound, NvpoolError, WouldBlock
 from nvpool.core.posix.byte_range_locks import (
     EXCLUSIVE,
@@ -67,7 +67,7 @@ class _Owned:
         """Records of the handles in the mount state, which outlives this process."""
 
 
-class FileLocks(Core):
+class FileLocks(VfsBase):
     """The lock operations, and the granted locks of each owner."""
 
     def __init__(self, *arguments, **fields) -> None:

@@ -3,7 +3,7 @@
 No task is created for a look-up. This helps a mount on which many threads open files that are not cached. It
 is the fast path: it needs a session, a connection and a watch at the shard, and a name whose inode is at the
 same shard, or which does not exist. In every other case, and for every other reply, the look-up takes the
-path of a single look-up (`Names._find`), which alone retries and reports errors: asking twice changes
+path of a single look-up (`NamespaceOperations._find`), which alone retries and reports errors: asking twice changes
 nothing. Used by fuse/ops/operations.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 
 from nvpool.client.state.metadata_cache import DIVIDED_FLAG
-from nvpool.client.vfs.directory_prefetch import Through
+from nvpool.client.vfs.directory_prefetch import DirectoryPrefetch
 from nvpool.core.errors import CorruptFrame, DeadlineExceeded, NotFound
 from nvpool.core.futures import ImmediateFuture
 from nvpool.core.grants import READ, allows
@@ -41,7 +41,7 @@ class PendingLookup(ImmediateFuture):
         return super().cancel()
 
 
-class LookupBatcher(Through):
+class LookupBatcher(DirectoryPrefetch):
     """The look-up operations that are submitted in batches."""
 
     def __init__(self, *arguments, **named) -> None:

@@ -13,7 +13,7 @@ from nvpool.client.rpc.change_fast_path import OnEnd, SubmittedChange
 from nvpool.client.state.metadata_cache import DIVIDED_FLAG
 from nvpool.client.state.vfs_types import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
 from nvpool.client.vfs.lookup_prefetch import LookupPrefetch
-from nvpool.client.vfs.striped_dirs import Wide
+from nvpool.client.vfs.striped_dirs import StripedDirectories
 from nvpool.core.errors import (
     AccessDenied,
     Damaged,
@@ -58,7 +58,7 @@ def check_name(name: bytes) -> None:
         raise InvalidRequest(f"{name!r} is no name for an entry of a directory")
 
 
-class Names(Wide):
+class NamespaceOperations(StripedDirectories):
     """The operations on names."""
 
     def __init__(self, *arguments, **named) -> None:

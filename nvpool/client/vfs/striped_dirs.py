@@ -9,7 +9,7 @@ A striped directory stays striped. Used by all operations on names.
 from __future__ import annotations
 
 from nvpool.client.state.metadata_cache import WIDE_FLAG
-from nvpool.client.vfs.base import Core
+from nvpool.client.vfs.base import VfsBase
 from nvpool.core.containers.bounded_map import too_old
 from nvpool.core.errors import SpreadDirectory
 from nvpool.core.ids import COUNTER_BITS
@@ -19,7 +19,7 @@ from nvpool.rpc.v1 import meta_pb2, wire_pb2
 _WIDE_MAX = 65536
 
 
-class Wide(Core):
+class StripedDirectories(VfsBase):
     """The placement of names at shards."""
 
     def __init__(self, *arguments, **named) -> None:

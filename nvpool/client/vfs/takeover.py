@@ -28,7 +28,7 @@ _QUERIES_IN_PARALLEL = 64
 _LOST_CHUNK_BITS = 20
 
 
-class OpenBefore(NamedTuple):
+class PredecessorFile(NamedTuple):
     """A file that was open in the previous process."""
 
     number: int
@@ -36,10 +36,10 @@ class OpenBefore(NamedTuple):
     flags: int
 
 
-class TakeOver(Files):
+class Takeover(Files):
     """The takeover of a previous process's open files, locks and writes."""
 
-    async def take_over(self, opened: Iterable[OpenBefore]) -> dict[int, FileHandle]:
+    async def take_over(self, opened: Iterable[PredecessorFile]) -> dict[int, FileHandle]:
         """Open the previous process's files again; return the handles by number.
 
         The handle of a file that is gone, or whose shard did not answer before the deadline, answers LockLost

@@ -27,7 +27,7 @@ from nvpool.client.rpc.change_fast_path import SubmittedChange
 from nvpool.client.rpc.change_fast_path import SentChange as BegunSent
 from nvpool.client.data.commit import Stored
 from nvpool.client.write.sender import SizeReport
-from nvpool.client.state.dirty_file import DirtyExtent, WrittenFile
+from nvpool.client.state.dirty_file import DirtyExtent, DirtyFile
 from nvpool.rpc.transports._frame cimport note
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
 from nvpool.rpc.messages.read_write_codec import decode_write_reply
@@ -148,7 +148,7 @@ cdef bint is_stored(message) except -1:
 
 
 cdef class SentWrite:
-    """As client/data/write_fast_path.Writing, for a file's first bytes."""
+    """As client/data/write_fast_path.SubmittedWrite, for a file's first bytes."""
     cdef readonly object slot, sequence, cut, error
     cdef FastWrites writes
     cdef object written, segment, connection, number, place, index
@@ -457,7 +457,7 @@ cdef class FastWrites:
         return 0
 
     cdef int note(self, written) except -1:
-        """As Keeping.note, for a file without an unreported error."""
+        """As CrashJournal.note, for a file without an unreported error."""
         file, met = written.file, written.met
         cdef uint8_t *at = self.base + self.files_at + <Py_ssize_t>written.entry * FILE_BYTES
         put64(at, written.stored_up_to if written.ahead else written.stored_end)
@@ -550,7 +550,7 @@ cdef class FastWrites:
         if PyBytes_GET_SIZE(grant) != GRANT_BYTES:
             return False
         # From here on the write is accepted.
-        written = WrittenFile(file)
+        written = DirtyFile(file)
         written.entry = self.files.take()
         self.note(written)
         file.written = written

@@ -9,7 +9,7 @@ the reservation is withdrawn: the file ends before them. Owned by `client/write/
 
 from __future__ import annotations
 
-from nvpool.client.state.dirty_file import Turn, WrittenFile
+from nvpool.client.state.dirty_file import DirtyFile, UnfairLock
 
 PUBLISH_S = 0.02
 """Delay from an append until it is sent: later appends travel with it.
@@ -18,13 +18,13 @@ A reader sees a record this much later.
 """
 
 
-class Appended:
+class AppendReservation:
     """The reserved range [start, end) of one open inode, and its state."""
 
     __slots__ = ("turn", "start", "end", "broken", "doubtful", "shared", "publishing", "void")
 
     def __init__(self) -> None:
-        self.turn = Turn()  # one append at a time reserves its range and is written
+        self.turn = UnfairLock()  # one append at a time reserves its range and is written
         self.start = 0
         self.end = 0  # all appends are published if this is not above the file's published size
         self.broken: int | None = None  # bytes from here on are given up
@@ -44,7 +44,7 @@ class Appended:
         self.end, self.broken, self.doubtful = 0, None, False
 
 
-def open_end(written: WrittenFile | None) -> int:
+def open_end(written: DirtyFile | None) -> int:
     """End of the open reservation; 0 if there is none."""
     if written is None or written.appended is None or written.appended.end <= written.file.attr.size:
         return 0

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nvpool.client.state.dirty_file import DirtyExtent, Record, WrittenFile
+from nvpool.client.state.dirty_file import DirtyExtent, DirtyFile, Record
 from nvpool.shm.mount_state import KeptMemory, Word
 
 
-class KeptPiece(NamedTuple):
+class JournaledExtent(NamedTuple):
     """A piece of a write of the previous process."""
 
     offset: int
@@ -23,7 +23,7 @@ class KeptPiece(NamedTuple):
     record: Record
 
 
-class KeptFile(NamedTuple):
+class JournaledFile(NamedTuple):
     """The state of a file that the previous process left; see shm/mount_state.FILE."""
 
     entry: int
@@ -32,10 +32,10 @@ class KeptFile(NamedTuple):
     cut: int
     error: int
     met: int
-    pieces: list[KeptPiece]
+    pieces: list[JournaledExtent]
 
 
-class Keeping:
+class CrashJournal:
     """The crash journal of a client."""
 
     def __init__(self, memory: KeptMemory) -> None:
@@ -47,7 +47,7 @@ class Keeping:
         return self.memory.has_room(length)
 
     def keep(
-        self, written: WrittenFile, offset: int, data, unique: int, last: bool
+        self, written: DirtyFile, offset: int, data, unique: int, last: bool
     ) -> tuple[Record, memoryview]:
         """Journal a piece: from here on it outlives this process.
 
@@ -75,12 +75,12 @@ class Keeping:
             kept.append(record)
         segment.records = kept
 
-    def begin(self, written: WrittenFile) -> None:
+    def begin(self, written: DirtyFile) -> None:
         """Start an entry for a file that is written from now on. TooManyOpen."""
         written.entry = self.memory.files.take()
         self.note(written)
 
-    def note(self, written: WrittenFile) -> None:
+    def note(self, written: DirtyFile) -> None:
         """Update the file's entry: the bytes that stores have and the service does not know.
 
         Called before the pieces of those bytes are dropped, and after a report.
@@ -92,7 +92,7 @@ class Keeping:
             written.entry, written.stored_up_to, written.stored_bytes, file.cut, error, met, file.inode
         )
 
-    def end(self, written: WrittenFile) -> None:
+    def end(self, written: DirtyFile) -> None:
         """Drop the file's entry and pieces; pieces in flight stay until they have arrived."""
         for segments in written.dirty.values():
             for segment in segments:
@@ -106,18 +106,18 @@ class Keeping:
             self._unstable = there_is
             self.memory.set_word(Word.UNSTABLE, there_is)
 
-    def left(self) -> dict[int, KeptFile]:
+    def left(self) -> dict[int, JournaledFile]:
         """The files that the previous process left, by inode; pieces are in write order."""
         found = {}
         for entry, end, byte_count, cut, error, met, inode in self.memory.files.valid():
-            found[inode] = KeptFile(entry, end, byte_count, cut, error, met, [])
+            found[inode] = JournaledFile(entry, end, byte_count, cut, error, met, [])
         pieces = sorted(self.memory.writes.valid(), key=lambda record: record[-1])
         for index, inode, offset, place, _, length, _, number in pieces:
             kept = found.get(inode)
             if kept is None:
-                kept = found[inode] = KeptFile(-1, 0, 0, 0, 0, 0, [])
+                kept = found[inode] = JournaledFile(-1, 0, 0, 0, 0, 0, [])
             kept.pieces.append(
-                KeptPiece(offset, self.memory.payloads[place : place + length], (number, index))
+                JournaledExtent(offset, self.memory.payloads[place : place + length], (number, index))
             )
         return found
 

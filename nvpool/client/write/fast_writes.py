@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from nvpool.client.write.crash_journal import Keeping
+from nvpool.client.write.crash_journal import CrashJournal
 from nvpool.core.compiled_loader import load_compiled
 
 _fast_writes = load_compiled("nvpool.client.write._fast_writes")
@@ -30,7 +30,7 @@ class JournaledClient(Protocol):
     """A client (vfs/client) that may have a crash journal; the compiled module reads its other parts."""
 
     @property
-    def keeping(self) -> Keeping | None:
+    def keeping(self) -> CrashJournal | None:
         """The crash journal. None without mount state."""
 
 

@@ -34,7 +34,7 @@ UNLIMITED_BYTES = 1 << 62
 log = logging.getLogger(__name__)
 
 
-class Room:
+class VolumeReservation:
     """This client's reservation in one volume."""
 
     __slots__ = ("volume", "free", "taken", "files", "used_s", "until_s", "asking", "limit", "reported")
@@ -70,7 +70,7 @@ class QuotaReservations:
     def __init__(self, meta: MetaClient, clock: Clock) -> None:
         self._meta = meta
         self._clock = clock
-        self._rooms: dict[int, Room] = {}
+        self._rooms: dict[int, VolumeReservation] = {}
         self._shards: dict[int, int] = {}
         self._tasks: set[asyncio.Task] = set()
 
@@ -124,7 +124,7 @@ class QuotaReservations:
             return reached
 
     @contextlib.asynccontextmanager
-    async def _alone(self, volume: int) -> AsyncIterator[Room]:
+    async def _alone(self, volume: int) -> AsyncIterator[VolumeReservation]:
         """Hold the lock of the volume's reservation. Only one task at a time asks the service for it.
 
         The reservation object may be replaced while a task waits; then the task locks the new one.
@@ -132,13 +132,13 @@ class QuotaReservations:
         while True:
             room = self._rooms.get(volume)
             if room is None:
-                room = self._rooms[volume] = Room(volume)
+                room = self._rooms[volume] = VolumeReservation(volume)
             async with room.asking:
                 if self._rooms.get(volume) is room:
                     yield room
                     return
 
-    async def _wait_for_reports(self, room: Room) -> None:
+    async def _wait_for_reports(self, room: VolumeReservation) -> None:
         """Wait for reports in flight, and for the release of removed and closed files."""
         for file in list(room.files.values()):
             if file.written is not None and file.written.reporting.taken:
@@ -146,7 +146,7 @@ class QuotaReservations:
                     pass
         await self._meta.release_now(room.volume)
 
-    async def _ask(self, room: Room, needed: int, ahead: int, again: bool = False) -> None:
+    async def _ask(self, room: VolumeReservation, needed: int, ahead: int, again: bool = False) -> None:
         """Reserve `needed` bytes besides those that files have taken, and `ahead` more if possible."""
         taken, outstanding = room.taken, room.outstanding()
         wanted = outstanding + max(0, needed)
@@ -213,12 +213,12 @@ class QuotaReservations:
             ) and room.used_s < idle_s:
                 self._behind(self._give_back_quietly(room))
 
-    async def _give_back(self, room: Room) -> None:
+    async def _give_back(self, room: VolumeReservation) -> None:
         async with room.asking:
             if self._rooms.get(room.volume) is room:
                 await self._ask(room, 0, 0)
 
-    async def _give_back_quietly(self, room: Room) -> None:
+    async def _give_back_quietly(self, room: VolumeReservation) -> None:
         """Release the unused reservation. After a failure a later call or the session's end does it."""
         try:
             await self._give_back(room)
@@ -230,13 +230,13 @@ class QuotaReservations:
             log.debug("what was promised in volume %d is given back later: %s", room.volume, error)
 
     @staticmethod
-    def _is_over(room: Room) -> bool:
+    def _is_over(room: VolumeReservation) -> bool:
         """Whether nothing is reserved and no task uses the reservation."""
         return not (room.files or room.reported or room.asking.locked()) and (
             bool(room.until_s) or not room.free
         )
 
-    def _forget(self, room: Room) -> None:
+    def _forget(self, room: VolumeReservation) -> None:
         if self._rooms.get(room.volume) is room:
             del self._rooms[room.volume]
             self._shards.pop(room.volume, None)
@@ -259,11 +259,11 @@ class QuotaReservations:
         file.paid = max(file.attr.size, file.written.end)
         room = self._rooms.get(file.volume)
         if room is None:
-            room = self._rooms[file.volume] = Room(file.volume)
+            room = self._rooms[file.volume] = VolumeReservation(file.volume)
             self._behind(self._say_again(room))
         room.files[file.inode] = file
 
-    async def _say_again(self, room: Room) -> None:
+    async def _say_again(self, room: VolumeReservation) -> None:
         try:
             async with room.asking:
                 if self._rooms.get(room.volume) is room:

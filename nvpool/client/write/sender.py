@@ -20,13 +20,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from nvpool.client.data.unstable_writes import UnstableWrites
-from nvpool.client.data.write_fast_path import Writing
+from nvpool.client.data.write_fast_path import SubmittedWrite
 from nvpool.client.rpc.change_fast_path import OnEnd, SubmittedChange
-from nvpool.client.state.dirty_file import DirtyExtent, WrittenFile, prepared
+from nvpool.client.state.dirty_file import DirtyExtent, DirtyFile, prepared
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.write.append_reservations import open_end
-from nvpool.client.write.crash_journal import Keeping
+from nvpool.client.write.crash_journal import CrashJournal
 from nvpool.core.clock import Clock
 from nvpool.core.errors import Cancelled, LockLost, NotFound, NvpoolError, StaleCut
 from nvpool.core.grants import WRITE
@@ -59,18 +59,18 @@ class WriteSender:
     _clock: Clock
     _refresh: Callable[[OpenInode, int], Awaitable[None]]
     begin_report: BeginReport
-    _keeping: Keeping | None
+    _keeping: CrashJournal | None
     _in_flight: int
     _number: int
-    _stalled: OrderedDict[int, WrittenFile]
+    _stalled: OrderedDict[int, DirtyFile]
     _tasks: set[asyncio.Task]
-    _begun: set[Writing]
+    _begun: set[SubmittedWrite]
     _unstable: UnstableWrites
     plain: Any
-    _hold: Callable[[WrittenFile, int], None]
-    _clip: Callable[[WrittenFile, int], None]
-    _give_up: Callable[[WrittenFile, int], None]
-    take_error: Callable[[WrittenFile], NvpoolError]
+    _hold: Callable[[DirtyFile, int], None]
+    _clip: Callable[[DirtyFile, int], None]
+    _give_up: Callable[[DirtyFile, int], None]
+    take_error: Callable[[DirtyFile], NvpoolError]
 
     def _own(self, work: Coroutine) -> None:
         task = asyncio.create_task(work)
@@ -80,12 +80,12 @@ class WriteSender:
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _all_due(written: WrittenFile) -> None:
+    def _all_due(written: DirtyFile) -> None:
         for segments in written.dirty.values():
             for segment in segments:
                 segment.due = True
 
-    def _pump(self, written: WrittenFile) -> None:
+    def _pump(self, written: DirtyFile) -> None:
         """Send due extents that share no block with one in flight, within the bound of bytes in flight."""
         if written.paused:
             return
@@ -107,14 +107,14 @@ class WriteSender:
             else:
                 del written.dirty[unit]
 
-    def _set_out(self, written: WrittenFile, unit: int, segment: DirtyExtent) -> None:
+    def _set_out(self, written: DirtyFile, unit: int, segment: DirtyExtent) -> None:
         self._in_flight += segment.end - segment.start
         written.sending.setdefault(unit, []).append(segment)
         if not self._begin(written, unit, segment):
             self._own(self._send(written, unit, segment))
 
     @staticmethod
-    def _overlaps_sending(written: WrittenFile, unit: int, segment: DirtyExtent) -> bool:
+    def _overlaps_sending(written: DirtyFile, unit: int, segment: DirtyExtent) -> bool:
         sending = written.sending.get(unit)
         if not sending:
             return False
@@ -128,7 +128,7 @@ class WriteSender:
             self._clock.boottime_s() + min(1.0, self._options.deadline_s),
         )
 
-    def _begin(self, written: WrittenFile, unit: int, segment: DirtyExtent) -> bool:
+    def _begin(self, written: DirtyFile, unit: int, segment: DirtyExtent) -> bool:
         """Submit the extent without a task; return whether it was submitted."""
         file = written.file
         index = segment.start >> file.chunk_bits
@@ -153,10 +153,10 @@ class WriteSender:
 
     def _was_sent(
         self,
-        written: WrittenFile,
+        written: DirtyFile,
         unit: int,
         segment: DirtyExtent,
-        writing: Writing,
+        writing: SubmittedWrite,
         error: BaseException | None,
     ) -> None:
         self._begun.discard(writing)
@@ -172,7 +172,7 @@ class WriteSender:
         self._left(written, unit, segment, None if error is not None else writing)
 
     async def _send(
-        self, written: WrittenFile, unit: int, segment: DirtyExtent, begun: Writing | None = None
+        self, written: DirtyFile, unit: int, segment: DirtyExtent, begun: SubmittedWrite | None = None
     ) -> None:
         """Send the extent by the slow path. `begun`: its earlier submission, which failed."""
         file = written.file
@@ -219,7 +219,7 @@ class WriteSender:
         finally:
             self._left(written, unit, segment)
 
-    def _has_stored(self, written: WrittenFile, segment: DirtyExtent, cut: int) -> None:
+    def _has_stored(self, written: DirtyFile, segment: DirtyExtent, cut: int) -> None:
         """Record that a store has the extent, written under the truncate number `cut`."""
         if written.file.truncated <= cut:
             end = segment.end if not written.is_broken else min(segment.end, written.appended.broken)
@@ -231,7 +231,7 @@ class WriteSender:
         if self._keeping is not None:
             self._note(written)
 
-    def _dropped(self, written: WrittenFile, segment: DirtyExtent, error: NvpoolError) -> None:
+    def _dropped(self, written: DirtyFile, segment: DirtyExtent, error: NvpoolError) -> None:
         log.error(
             "%d bytes at %d of inode %d could not be stored and are dropped: %s",
             segment.end - segment.start,
@@ -245,7 +245,7 @@ class WriteSender:
             self._give_up(written, max(segment.start, appended.start))
 
     def _left(
-        self, written: WrittenFile, unit: int, segment: DirtyExtent, stored: Writing | None = None
+        self, written: DirtyFile, unit: int, segment: DirtyExtent, stored: SubmittedWrite | None = None
     ) -> None:
         """Remove the extent from those in flight: it was stored (`stored`, or noted before) or dropped."""
         length = segment.end - segment.start
@@ -279,12 +279,12 @@ class WriteSender:
                 break
             self._pump(self._stalled.popitem(last=False)[1])
 
-    def _note(self, written: WrittenFile) -> None:
+    def _note(self, written: DirtyFile) -> None:
         if written.entry >= 0:
             self._keeping.note(written)
 
     @staticmethod
-    def _wake_waiters(written: WrittenFile) -> None:
+    def _wake_waiters(written: DirtyFile) -> None:
         """Wake the callers that wait for extents to end: one was stored, dropped or truncated."""
         if written.flushing is not None:
             written.flushing.look()
@@ -294,7 +294,7 @@ class WriteSender:
     # -- reports to the service ----------------------------------------------------------------------------------------
 
     @staticmethod
-    def take_report(written: WrittenFile) -> SizeReport:
+    def take_report(written: DirtyFile) -> SizeReport:
         """Return the data to report now. From here on it counts as reported; `report_failed` reverses that."""
         sizes = SizeReport(
             written.stored_end, written.stored_bytes, written.wrote, written.file.cut, withdrawn(written)
@@ -303,7 +303,7 @@ class WriteSender:
         written.stored_bytes = 0
         return sizes
 
-    def report_succeeded(self, written: WrittenFile, sizes: SizeReport) -> None:
+    def report_succeeded(self, written: DirtyFile, sizes: SizeReport) -> None:
         """Record that the service has applied this report."""
         if sizes.withdrawn:
             written.appended.close()
@@ -312,7 +312,7 @@ class WriteSender:
             written.find_end()
         self._note(written)
 
-    def report_failed(self, written: WrittenFile, sizes: SizeReport, error: BaseException) -> None:
+    def report_failed(self, written: DirtyFile, sizes: SizeReport, error: BaseException) -> None:
         """Count the data of a failed report as unreported again, unless the file is gone."""
         if isinstance(error, NotFound):
             written.stored_end = 0  # the inode is gone: no client will ever ask for its size
@@ -374,7 +374,7 @@ class CloseFlush:
     def __init__(
         self,
         writer: WriteSender,
-        written: WrittenFile,
+        written: DirtyFile,
         number: int,
         on_end: OnEnd,
         otherwise: Callable[[], Coroutine],
@@ -462,7 +462,7 @@ class CloseFlush:
         self.on_end(None, error)
 
 
-def withdrawn(written: WrittenFile) -> int:
+def withdrawn(written: DirtyFile) -> int:
     """The value of ReportRequest.withdrawn: end of a reservation to withdraw; 0: none can be withdrawn now.
 
     A reservation can be withdrawn when none of its bytes is in flight any more.

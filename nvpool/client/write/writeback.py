@@ -23,13 +23,13 @@ from typing import Any
 
 from nvpool.client.data.commit import Stored
 from nvpool.client.data.unstable_writes import UnstableWrites
-from nvpool.client.data.write_fast_path import Writing
+from nvpool.client.data.write_fast_path import SubmittedWrite
 from nvpool.client.rpc.slot_journal import asking
-from nvpool.client.state.dirty_file import DirtyExtent, Record, WrittenFile, copies, kept
+from nvpool.client.state.dirty_file import DirtyExtent, DirtyFile, Record, copies, kept
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.write.append_reservations import PUBLISH_S, Appended, open_end
-from nvpool.client.write.crash_journal import Keeping, KeptFile
+from nvpool.client.write.append_reservations import PUBLISH_S, AppendReservation, open_end
+from nvpool.client.write.crash_journal import CrashJournal, JournaledFile
 from nvpool.client.write.sender import BeginReport, WriteSender, withdrawn
 from nvpool.core.clock import Clock
 from nvpool.core.errors import DeadlineExceeded, LockLost, NvpoolError, StaleCut, WritesLost
@@ -60,7 +60,7 @@ class Writer(WriteSender):
         refresh: Callable[[OpenInode, int], Awaitable[None]],
         report: Callable[[OpenInode, int, int, bool, bool], Awaitable[None]],
         begin_report: BeginReport = lambda *_: None,
-        keeping: Keeping | None = None,
+        keeping: CrashJournal | None = None,
     ):
         self._chunks = chunks
         self._options = options
@@ -69,15 +69,15 @@ class Writer(WriteSender):
         self._report = report
         self.begin_report = begin_report
         self._keeping = keeping
-        self._files: dict[int, WrittenFile] = {}
+        self._files: dict[int, DirtyFile] = {}
         self._held = 0
         self._in_flight = 0
         self._number = 0
         self._room: list[asyncio.Future] = []
         # files that wait for space in flight, in order
-        self._stalled: OrderedDict[int, WrittenFile] = OrderedDict()
+        self._stalled: OrderedDict[int, DirtyFile] = OrderedDict()
         self._tasks: set[asyncio.Task] = set()
-        self._begun: set[Writing] = set()
+        self._begun: set[SubmittedWrite] = set()
         self.plain: Any = None
         """The compiled fast path of client/write/fast_writes; None without it.
 
@@ -123,17 +123,17 @@ class Writer(WriteSender):
             return False
         return self._keeping is None or self._keeping.has_room(length)
 
-    def _written(self, file: OpenInode) -> WrittenFile:
-        written = WrittenFile(file)
+    def _written(self, file: OpenInode) -> DirtyFile:
+        written = DirtyFile(file)
         if self._keeping is not None:
             self._keeping.begin(written)
         file.written = written
         self._files[file.inode] = written
         return written
 
-    def take_over(self, file: OpenInode, left: KeptFile) -> None:
+    def take_over(self, file: OpenInode, left: JournaledFile) -> None:
         """Continue with the unstored writes that the previous process left for this open file."""
-        written = file.written = WrittenFile(file)
+        written = file.written = DirtyFile(file)
         self._files[file.inode] = written
         written.entry = left.entry
         if left.entry < 0:
@@ -170,7 +170,7 @@ class Writer(WriteSender):
         """Record whether stores may have unstable writes of any inode from the previous process."""
         self._unstable.unknown = is_unknown
 
-    def meet(self, file: OpenInode, error: NvpoolError) -> WrittenFile:
+    def meet(self, file: OpenInode, error: NvpoolError) -> DirtyFile:
         """Record that bytes written to this open file are lost.
 
         Each handle of the file reports the error, also in a successor process.
@@ -187,7 +187,7 @@ class Writer(WriteSender):
         if written is not None:
             self.meet(written.file, WritesLost())
 
-    def _put(self, written: WrittenFile, offset: int, data, unique: int = 0) -> None:
+    def _put(self, written: DirtyFile, offset: int, data, unique: int = 0) -> None:
         length = len(data)
         if not length:
             return
@@ -235,7 +235,7 @@ class Writer(WriteSender):
         if ready:
             self._pump(written)
 
-    def _begin_with(self, written: WrittenFile, end: int, data, now_s: float, unique: int) -> None:
+    def _begin_with(self, written: DirtyFile, end: int, data, now_s: float, unique: int) -> None:
         """Send the first bytes of a new file, in one unit, as `_put` and `_pump` would.
 
         The caller has made sure that nothing is in flight.
@@ -252,7 +252,7 @@ class Writer(WriteSender):
         self._set_out(written, 0, segment)
 
     def _put_unit(
-        self, written: WrittenFile, unit: int, start: int, data, now_s: float, record: Record | None
+        self, written: DirtyFile, unit: int, start: int, data, now_s: float, record: Record | None
     ) -> bool:
         """Add bytes to the dirty extents of a unit. Return whether an extent is ready to be sent."""
         length = len(data)
@@ -284,7 +284,7 @@ class Writer(WriteSender):
         return segment.due
 
     def _merge(
-        self, written: WrittenFile, segments: list[DirtyExtent], start: int, end: int, data, now_s: float
+        self, written: DirtyFile, segments: list[DirtyExtent], start: int, end: int, data, now_s: float
     ) -> DirtyExtent:
         """Overlay the extents with `data`; the extents that it touches become one.
 
@@ -316,7 +316,7 @@ class Writer(WriteSender):
         segments[:] = sorted([*rest, segment], key=lambda s: s.start)
         return segment
 
-    def _hold(self, written: WrittenFile, count: int) -> None:
+    def _hold(self, written: DirtyFile, count: int) -> None:
         written.held += count
         self._held += count
         if count < 0:
@@ -398,7 +398,7 @@ class Writer(WriteSender):
                     self.report_succeeded(written, sizes)
                     return
 
-    def take_error(self, written: WrittenFile) -> NvpoolError:
+    def take_error(self, written: DirtyFile) -> NvpoolError:
         """Return the kept error and forget it; the caller raises the error to an application."""
         error, written.error = written.error, None
         self._note(written)
@@ -463,7 +463,7 @@ class Writer(WriteSender):
             written.paused -= 1
             self._pump(written)
 
-    def _clip(self, written: WrittenFile, size: int) -> None:
+    def _clip(self, written: DirtyFile, size: int) -> None:
         freed = 0
         for unit, segments in list(written.dirty.items()):
             kept = []
@@ -508,14 +508,14 @@ class Writer(WriteSender):
 
     # -- appends -------------------------------------------------------------------------------------------------------
 
-    def appended(self, file: OpenInode) -> Appended:
+    def appended(self, file: OpenInode) -> AppendReservation:
         """The state of appends to the file."""
         written = file.written or self._written(file)
         if written.appended is None:
-            written.appended = Appended()
+            written.appended = AppendReservation()
         return written.appended
 
-    def _give_up(self, written: WrittenFile, place: int) -> None:
+    def _give_up(self, written: DirtyFile, place: int) -> None:
         """Give up all appended bytes from `place` on, because some cannot be stored or accepted."""
         appended = written.appended
         if appended.broken is not None:
@@ -545,7 +545,7 @@ class Writer(WriteSender):
             written.appended.publishing = True
             self._own(self._publish(file, written))
 
-    async def _publish(self, file: OpenInode, written: WrittenFile) -> None:
+    async def _publish(self, file: OpenInode, written: DirtyFile) -> None:
         appended = written.appended
         try:
             while file.written is written and written.unsettled and (open_end(written) or written.is_broken):
@@ -625,7 +625,7 @@ class Writer(WriteSender):
             self._hold(written, -freed)
             self._wake_waiters(written)
 
-    def _drop(self, written: WrittenFile) -> None:
+    def _drop(self, written: DirtyFile) -> None:
         del self._files[written.file.inode]
         if self._keeping is not None:
             self._keeping.end(written)

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from aetcd import rpc
 
 from nvpool.cluster.etcd.client import EtcdCalls
-from nvpool.cluster.etcd.election_timing import ElectionTiming, Sign
-from nvpool.cluster.etcd.leases import CLOCKS_DIFFER, Renewed
+from nvpool.cluster.etcd.election_timing import ElectionTiming, LeaderHeartbeat
+from nvpool.cluster.etcd.leases import CLOCKS_DIFFER, RenewedLease
 from nvpool.core.clock import Clock
 from nvpool.core.errors import CorruptRecord, Unavailable
 
@@ -32,16 +32,18 @@ _SIGNS = 5
 """Heartbeats per lease: four may be lost or late."""
 
 
-def read_sign(leader: rpc.KeyValue | None, sign: rpc.KeyValue | None) -> Sign:
+def read_sign(leader: rpc.KeyValue | None, sign: rpc.KeyValue | None) -> LeaderHeartbeat:
     """Decode these keys; None: the key does not exist. CorruptRecord."""
     if leader is None:
-        return Sign()
+        return LeaderHeartbeat()
     name = leader.value.decode()
     if leader.lease or sign is None:
-        return Sign(name, leader.mod_revision)
+        return LeaderHeartbeat(name, leader.mod_revision)
     lease_s, token, led_s = (*sign.value.decode().split(" "), "", "")[:3]
     try:
-        return Sign(name, leader.mod_revision, sign.mod_revision, float(lease_s), token, float(led_s or 0))
+        return LeaderHeartbeat(
+            name, leader.mod_revision, sign.mod_revision, float(lease_s), token, float(led_s or 0)
+        )
     except ValueError:
         raise CorruptRecord(
             f"the heartbeat of node {name}, which leads the pool, can not be read: {sign.value!r}"
@@ -62,7 +64,7 @@ def _put(key: bytes, value: bytes) -> rpc.RequestOp:
     return rpc.RequestOp(request_put=rpc.PutRequest(key=key, value=value))
 
 
-class EtcdLeadershipLease(Renewed):
+class EtcdLeadershipLease(RenewedLease):
     """The pool's only leadership lease."""
 
     def __init__(

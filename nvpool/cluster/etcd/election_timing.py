@@ -19,7 +19,7 @@ from math import inf
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class LeaderHeartbeat:
     """The leader's last heartbeat; an empty one: there is no leader. Revisions are etcd's."""
 
     name: str = ""
@@ -40,13 +40,13 @@ class Sign:
 class ElectionTiming:
     def __init__(self, only: str = "") -> None:
         """`only`: a leader name that only this process, and its predecessors that have ended, use."""
-        self.seen = Sign()
+        self.seen = LeaderHeartbeat()
         self._only = only
         self._begun: str | None = None
         self._since_s = 0.0
         self._ended: dict[str, str | None] = {}
 
-    def see(self, sign: Sign, now_s: float) -> bool:
+    def see(self, sign: LeaderHeartbeat, now_s: float) -> bool:
         """Record a heartbeat read from etcd at `now_s`; return whether the leadership has changed."""
         if sign == self.seen:
             return False

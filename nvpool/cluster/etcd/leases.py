@@ -21,7 +21,7 @@ RELEASE_S = 2.0
 """Time limit for releasing a lease; after it the lease must expire."""
 
 
-class Renewed:
+class RenewedLease:
     """Base class of leases that are renewed until `lost` is done."""
 
     lost: asyncio.Future[None]
@@ -50,7 +50,7 @@ class Renewed:
         raise NotImplementedError
 
 
-class EtcdLease(Renewed):
+class EtcdLease(RenewedLease):
     """An etcd lease with this `number`."""
 
     former = None

@@ -14,7 +14,7 @@ from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from sys import getrefcount
 
 
-class Spares:
+class PayloadBuffers:
     """Pool of reusable buffers; safe to call from several threads.
 
     A thread takes a buffer out of the list while it examines the buffer (each step is one operation under the
@@ -63,4 +63,4 @@ class Spares:
         return memoryview(memory)[:payload_bytes]
 
 
-SPARES = Spares()
+SPARES = PayloadBuffers()

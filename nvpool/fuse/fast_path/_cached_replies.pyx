@@ -22,7 +22,7 @@ from nvpool.core.units import NAME_BYTES_MAX
 from nvpool.client.state.metadata_cache import ACL_FLAG, OpenInode
 from nvpool.client.state.small_file_cache import SMALL_BYTES
 from nvpool.client.state.leases import ShardWatch
-from nvpool.client.state.vfs_types import Ahead, Caller, FileHandle
+from nvpool.client.state.vfs_types import ReadAheadState, Caller, FileHandle
 from nvpool.client.vfs.lookup_prefetch import _Directory
 from nvpool.fuse.fast_path._leases cimport held_lease
 from nvpool.fuse.ops.kernel_cache import HAS_XATTRS, NAMED_TOGETHER, SEEN_MAX, SENT_CHANGES_MAX
@@ -124,7 +124,7 @@ cdef Py_ssize_t file_volume = place(OpenInode, "volume")
 cdef Py_ssize_t handle_file = place(FileHandle, "file"), handle_inode = place(FileHandle, "inode")
 cdef Py_ssize_t handle_flags = place(FileHandle, "flags"), handle_append = place(FileHandle, "append")
 cdef Py_ssize_t handle_ahead = place(FileHandle, "ahead"), handle_closed = place(FileHandle, "closed")
-cdef Py_ssize_t handle_number = place(FileHandle, "number"), ahead_units = place(Ahead, "units")
+cdef Py_ssize_t handle_number = place(FileHandle, "number"), ahead_units = place(ReadAheadState, "units")
 cdef Py_ssize_t watch_until_s = place(ShardWatch, "until_s"), watch_used = place(ShardWatch, "used")
 cdef Py_ssize_t looked_in_hits = place(_Directory, "hits"), looked_in_used = place(_Directory, "used")
 cdef Py_ssize_t looked_in_middle = place(_Directory, "middle")
@@ -160,7 +160,7 @@ cdef class Pattern:
 
 
 cdef object no_file = OpenInode(Attr())
-cdef Pattern a_file = Pattern(no_file), a_handle = Pattern(FileHandle(no_file, os.O_RDONLY)), an_ahead = Pattern(Ahead())
+cdef Pattern a_file = Pattern(no_file), a_handle = Pattern(FileHandle(no_file, os.O_RDONLY)), an_ahead = Pattern(ReadAheadState())
 
 
 cdef inline uint32_t get32(const uint8_t *at) noexcept:
@@ -255,7 +255,7 @@ cdef object attr_of(const uint8_t *record):
 
 
 cdef class CachedReplies:
-    """Compiled part of KnownAnswers; see cached_replies.py.
+    """Compiled part of CachedReplyPath; see cached_replies.py.
 
     `engine` has the buffer, and the list of closed files that are released late.
     """
@@ -418,7 +418,7 @@ cdef class CachedReplies:
             engine._since_s, engine._kept = run_s, kept
 
     cdef int count(self, uint32_t opcode, double took_s) except -1:
-        """Record a latency, as Spent.add does."""
+        """Record a latency, as FuseTimes.add does."""
         times = (<list>self._spent.times)[opcode]
         if times is None:
             self._spent.add(opcode, max(0.0, took_s))
@@ -452,7 +452,7 @@ cdef class CachedReplies:
         return born_s >= from_s
 
     cdef object attr(self, object inode, double age_s, double now_s, bint is_for_kernel):
-        """Compiled `Cache.attr`; if `is_for_kernel`, `Names.getattr_now`.
+        """Compiled `MetadataCache.attr`; if `is_for_kernel`, `NamespaceOperations.getattr_now`.
 
         Returns a record if a listing had it.
         """
@@ -477,7 +477,7 @@ cdef class CachedReplies:
         return attr
 
     cdef object entry(self, object parent, tuple key, double now_s):
-        """Compiled `Cache.entry` without an age; sets `_cover` as `Cache.cover` does."""
+        """Compiled `MetadataCache.entry` without an age; sets `_cover` as `MetadataCache.cover` does."""
         cdef PyObject *found = PyDict_GetItem(self._entries, key)
         cdef tuple known
         cdef double sent_s, since_s
@@ -503,7 +503,7 @@ cdef class CachedReplies:
         return None
 
     cdef bint is_absent(self, object parent, bytes name, double now_s) except -1:
-        """Compiled `Cache.is_absent`."""
+        """Compiled `MetadataCache.is_absent`."""
         cdef PyObject *found = PyDict_GetItem(self._whole, parent)
         cdef Seen seen
         cdef uint64_t change
@@ -671,7 +671,7 @@ cdef class CachedReplies:
         return True
 
     cdef object hold_leased(self, object inode, bytes grant, double now_s):
-        """Compiled `Cache.hold_leased`, for a file under a lease with that grant.
+        """Compiled `MetadataCache.hold_leased`, for a file under a lease with that grant.
 
         None: it can not be opened so, and nothing has happened.
         """
@@ -905,7 +905,7 @@ cdef class CachedReplies:
         if type(handle) is not FileHandle:
             return False
         file, ahead = get(handle, handle_file), get(handle, handle_ahead)
-        if type(file) is not OpenInode or type(ahead) is not Ahead:
+        if type(file) is not OpenInode or type(ahead) is not ReadAheadState:
             return False
         inode, written = get(file, file_inode), get(file, file_written)
         if (get(handle, handle_closed) or inode in self._owners or get(file, file_located) or get(file, file_volume)
@@ -914,7 +914,7 @@ cdef class CachedReplies:
                 or ahead in <set>get(file, file_ahead) or written is not None and written.unsettled):
             return False
         assign(handle, handle_closed, True)
-        # As `Cache.drop` does.
+        # As `MetadataCache.drop` does.
         handles = <long>get(file, file_handles) - 1
         assign(file, file_handles, handles)
         if handles <= 0:

@@ -531,7 +531,7 @@ cdef class Creates(PendingReply):
         return self.kept + self.shards_place + number * shard_bytes + shard_head_bytes + slot * SLOT_BYTES
 
     cdef int renamed_now(self, parent, now) except -1:
-        """Note a changed name in the directory, as `Cache.forget_entry` does."""
+        """Note a changed name in the directory, as `MetadataCache.forget_entry` does."""
         cdef dict renamed = self.renamed
         renamed.pop(parent, None)
         renamed[parent] = now

@@ -91,7 +91,7 @@ cdef class PendingLocalRead:
 
 
 cdef class LocalReads:
-    """Compiled part of PlainReading; see local_reads.py.
+    """Compiled part of LocalReadPath; see local_reads.py.
 
     `engine` has read the request into its buffer, and keeps pending ones in its table.
     """

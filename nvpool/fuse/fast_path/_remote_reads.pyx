@@ -135,7 +135,7 @@ cdef class ReadConnection:
 
 
 cdef class RemoteReads(PendingReply):
-    """Compiled part of FarReading; see remote_reads.py.
+    """Compiled part of RemoteReadPath; see remote_reads.py.
 
     `engine` has read the request into its buffer, and keeps pending ones in its table.
     """

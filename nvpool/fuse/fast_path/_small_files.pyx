@@ -115,7 +115,7 @@ cdef inline const uint8_t *take_length(const uint8_t *at, const uint8_t *end, ui
 cdef class PendingSmallRead:
     """A read of a small file.
 
-    It is an entry of the engine's table, and in its file's `fetching` it stands for a reader.Whole. `parts`
+    It is an entry of the engine's table, and in its file's `fetching` it stands for a reader.WholeFileFetch. `parts`
     are other reads that wait for the same bytes.
     """
     cdef SmallFileReads reads
@@ -203,7 +203,7 @@ cdef class SmallReadBatch(ReplyTaker):
 
 
 cdef class SmallFileReads(PendingReply):
-    """Compiled part of SmallReading; see small_files.py.
+    """Compiled part of SmallFileReadPath; see small_files.py.
 
     `engine` has read the request into its buffer, and keeps pending ones in its table.
     """
@@ -572,7 +572,7 @@ cdef class SmallFileReads(PendingReply):
         return 0
 
     cdef int count(self, double took_s) except -1:
-        """Record a latency, as Spent.add does."""
+        """Record a latency, as FuseTimes.add does."""
         times = (<list>self._spent.times)[opcode_of_reads]
         if times is None:
             self._spent.add(opcode_of_reads, max(0.0, took_s))

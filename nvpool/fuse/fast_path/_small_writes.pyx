@@ -58,7 +58,7 @@ cdef class PendingFlush:
         return self.begun.cancel()
 
     def __call__(self, _, error):
-        """Do the work of `inline_completions.Ending.ended`, and the engine's at the end of a step."""
+        """Do the work of `inline_completions.PendingChange.ended`, and the engine's at the end of a step."""
         cdef SmallWrites writes = self.writes
         engine, ops = writes.engine, writes.ops
         ops.change_count += 1

@@ -28,7 +28,7 @@ and this process waits for that anyway. A burst ends when no request arrives wit
 20 µs), immediately if a request is pending, and after BURST_MAX requests. A thread that creates files alone
 gets its reply immediately.
 
-KnownAnswers is the part of fuse/kernel/connection that uses this, above fuse/fast_path/small_files.
+CachedReplyPath is the part of fuse/kernel/connection that uses this, above fuse/fast_path/small_files.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from collections.abc import Callable
 from typing import Any
 
 from nvpool.core.compiled_loader import load_compiled
-from nvpool.fuse.fast_path.small_files import SmallReading
+from nvpool.fuse.fast_path.small_files import SmallFileReadPath
 
 _cached_replies = load_compiled("nvpool.fuse.fast_path._cached_replies")
 
 
-class KnownAnswers(SmallReading):
+class CachedReplyPath(SmallFileReadPath):
     """Adds `_known`, which answers the request in `_buffer` if it can.
 
     `_known` is None without the compiled module, and if the layer below has no caches.

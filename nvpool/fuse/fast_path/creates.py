@@ -26,14 +26,14 @@ from nvpool.client.rpc.change_fast_path import SentChange
 from nvpool.client.state.vfs_types import Caller
 from nvpool.client.vfs.files import Files
 from nvpool.core.compiled_loader import load_compiled
-from nvpool.fuse.fast_path.local_reads import PlainReading
+from nvpool.fuse.fast_path.local_reads import LocalReadPath
 from nvpool.fuse.ops.inline_completions import Creating
 from nvpool.fuse.ops.operations import FuseOps
 
 _creates = load_compiled("nvpool.fuse.fast_path._creates")
 
 
-class CreateFastPath(PlainReading):
+class CreateFastPath(LocalReadPath):
     """Adds `_creates`, which takes a CREATE in `_buffer` if it can.
 
     `_creates` is None without the compiled module, without a mount state, and if there are no shards below.

@@ -13,7 +13,7 @@ Exception: a small read of a place that was read in the same way a short time be
 short-circuit reads do, after the bytes have come. In every other case (a late read, a change, a checksum, an
 error of the drive) the slow path reads again; only that reports errors.
 
-PlainReading is the part of fuse/kernel/connection that uses this, on its loop.
+LocalReadPath is the part of fuse/kernel/connection that uses this, on its loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from nvpool.core.clock import stopwatch_s
 from nvpool.core.compiled_loader import load_compiled
-from nvpool.fuse.fast_path.remote_reads import FarReading
+from nvpool.fuse.fast_path.remote_reads import RemoteReadPath
 from nvpool.fuse.ops.eager_coroutine import WAITS, EagerCoroutine
 
 _local_reads = load_compiled("nvpool.fuse.fast_path._local_reads")
@@ -46,7 +46,7 @@ DRIVE_WAIT_S = 3.0
 """How long a mount that ends waits for reads that its drive does not complete."""
 
 
-class PlainReading(FarReading):
+class LocalReadPath(RemoteReadPath):
     """Adds `_plain`, which takes a READ in `_buffer` if it can.
 
     `_plain` is None without the compiled module, without io_uring, on a processor without the instruction for

@@ -14,7 +14,7 @@ the blocks and their checksums, in the connection's buffer, which is wide while 
 requested, or outside that buffer. Any other outcome (an error, a hole, a block that does not fit, a
 connection that ends) is passed to the slow path as the reply, with the read's original deadline.
 
-FarReading is the part of fuse/kernel/connection that uses this, on its loop, below
+RemoteReadPath is the part of fuse/kernel/connection that uses this, on its loop, below
 fuse/fast_path/local_reads.
 """
 
@@ -34,7 +34,7 @@ from nvpool.fuse.protocol import replies
 _remote_reads = load_compiled("nvpool.fuse.fast_path._remote_reads")
 
 
-class FarReading(KernelRequests):
+class RemoteReadPath(KernelRequests):
     """Adds `_far`, which takes a READ in `_buffer` if it can.
 
     `_far` is None without the compiled module, on a processor without the instruction for checksums, and if

@@ -13,9 +13,9 @@ data written here, whose size is known, with one replica whose store is known an
 or a unix socket), and of which short-circuit reads have read nothing. It also needs a reply with all
 requested bytes and their checksums. Any other outcome (an error, a hole, a block that does not fit, a
 connection that ends) is passed to the slow path as the reply, for all reads of the message. As with
-reader.Whole, several readers may wait for the same bytes.
+reader.WholeFileFetch, several readers may wait for the same bytes.
 
-SmallReading is the part of fuse/kernel/connection that uses this, on its loop, above
+SmallFileReadPath is the part of fuse/kernel/connection that uses this, on its loop, above
 fuse/fast_path/local_reads.
 """
 
@@ -28,12 +28,12 @@ from typing import Any
 from nvpool.client.data.read_queue import Read
 from nvpool.client.read.reader import SmallFilePart
 from nvpool.core.compiled_loader import load_compiled
-from nvpool.fuse.fast_path.local_reads import PlainReading
+from nvpool.fuse.fast_path.local_reads import LocalReadPath
 
 _small_files = load_compiled("nvpool.fuse.fast_path._small_files")
 
 
-class SmallReading(PlainReading):
+class SmallFileReadPath(LocalReadPath):
     """Adds `_small`, which takes a READ in `_buffer` if it can.
 
     `_small` is None without the compiled module, on a processor without the instruction for checksums, if the

@@ -31,12 +31,12 @@ from nvpool.core.clock import stopwatch_s
 from nvpool.core.errors import NvpoolError, Unavailable
 from nvpool.core.futures import BlocksFuture
 from nvpool.fuse.dispatch import FIRST
-from nvpool.fuse.fast_path.cached_replies import KnownAnswers
+from nvpool.fuse.fast_path.cached_replies import CachedReplyPath
 from nvpool.fuse.fast_path.creates import CreateFastPath
 from nvpool.fuse.fast_path.local_reads import BURST_MAX
 from nvpool.fuse.fast_path.small_writes import WriteFastPath
 from nvpool.fuse.kernel.mount import attach
-from nvpool.fuse.kernel.read_worker_channel import Passing
+from nvpool.fuse.kernel.read_worker_channel import ForwardedReads
 from nvpool.fuse.mount_point import OUR_TYPE, Mount, MountOptions, mount_at, unmount
 from nvpool.fuse.ops.eager_coroutine import EagerCoroutine
 from nvpool.fuse.ops.operations import FuseOps
@@ -166,7 +166,7 @@ def is_dying(pid: int, *, exiting: bool = False) -> bool:
     return False
 
 
-class KernelEngine(CreateFastPath, WriteFastPath, KnownAnswers):
+class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
     """See engines.Engine and the module."""
 
     name = "kernel"
@@ -207,7 +207,7 @@ class KernelEngine(CreateFastPath, WriteFastPath, KnownAnswers):
         self._stopped = False
         self._leaving = False
         self._asked_again = False  # the kernel is resending requests of the predecessor
-        self._passings: list[Passing] = []
+        self._passings: list[ForwardedReads] = []
         self._waiting: list[Callable[[], None]] = []  # admissions of read workers that are ready
         # Interrupts of requests that are not here yet: a worker may be forwarding them.
         self._early: dict[int, None] = {}
@@ -532,7 +532,7 @@ class KernelEngine(CreateFastPath, WriteFastPath, KnownAnswers):
     def request_bytes_max(self) -> int:
         return len(self._buffer)
 
-    def let_read(self, passing: Passing, come_in: Callable[[Passing], None]) -> None:
+    def let_read(self, passing: ForwardedReads, come_in: Callable[[ForwardedReads], None]) -> None:
         """Accept requests that a read worker forwards.
 
         `come_in` is called when the worker is ready and the kernel has resent all its requests to this
@@ -543,7 +543,7 @@ class KernelEngine(CreateFastPath, WriteFastPath, KnownAnswers):
         if self._reading:
             passing.read_on()
 
-    def _is_up(self, come_in: Callable[[Passing], None], passing: Passing) -> None:
+    def _is_up(self, come_in: Callable[[ForwardedReads], None], passing: ForwardedReads) -> None:
         self._waiting.append(partial(come_in, passing))
         if self._asked_again and self._reading:
             self._take()  # maybe no request has arrived yet; then the queue was never found empty
@@ -556,7 +556,7 @@ class KernelEngine(CreateFastPath, WriteFastPath, KnownAnswers):
             for come_in in waiting:
                 come_in()
 
-    def _take_passed(self, passing: Passing) -> None:
+    def _take_passed(self, passing: ForwardedReads) -> None:
         self._on_burst()
         self._ops.burst()
         try:

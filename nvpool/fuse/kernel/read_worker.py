@@ -16,13 +16,13 @@ from nvpool.core.errors import Unavailable
 from nvpool.fuse.kernel.connection import KernelEngine
 from nvpool.fuse.kernel.read_worker_channel import ASK, END, GO, METRICS, UP, Channel, word
 from nvpool.fuse.mount_point import MountOptions
-from nvpool.fuse.ops.read_worker import ReaderOps
+from nvpool.fuse.ops.read_worker import ReadWorkerOps
 from nvpool.fuse.protocol import requests
 from nvpool.fuse.protocol.constants import Op
 
 
-class ReaderEngine(KernelEngine):
-    def __init__(self, ops: ReaderOps, channel: Channel, on_burst: Callable[[], None]) -> None:
+class ReadWorkerEngine(KernelEngine):
+    def __init__(self, ops: ReadWorkerOps, channel: Channel, on_burst: Callable[[], None]) -> None:
         super().__init__(ops, Path("/"), MountOptions(""), on_burst=on_burst)
         self._channel = channel
         self._asked: dict[int, bytes] = {}  # pending requests, to be forwarded if they fail

@@ -123,7 +123,7 @@ class Channel:
         self._socket.close()
 
 
-class Passing:
+class ForwardedReads:
     """The serving process' end of the channel to one worker.
 
     Requests that arrive are handled as if read from the worker's descriptor `clone`, and answered there.
@@ -131,18 +131,18 @@ class Passing:
     end.
     """
 
-    def __init__(self, channel: Channel, clone: int, lost: Callable[[Passing], None]) -> None:
+    def __init__(self, channel: Channel, clone: int, lost: Callable[[ForwardedReads], None]) -> None:
         self.channel = channel
         self.clone = clone
         self._lost = lost
-        self._take: Callable[[Passing], None] = lambda _: None
-        self._up: Callable[[Passing], None] = lambda _: None
+        self._take: Callable[[ForwardedReads], None] = lambda _: None
+        self._up: Callable[[ForwardedReads], None] = lambda _: None
         self._reading = False
         self._ended = False
         self._asked: asyncio.Future[bytes] | None = None
         self.serves = False
 
-    def begin(self, take: Callable[[Passing], None], up: Callable[[Passing], None]) -> None:
+    def begin(self, take: Callable[[ForwardedReads], None], up: Callable[[ForwardedReads], None]) -> None:
         self._take, self._up = take, up
 
     def go(self) -> None:

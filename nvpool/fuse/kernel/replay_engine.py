@@ -34,7 +34,7 @@ _INTERRUPT_BIT = 1
 """FUSE_INT_REQ_BIT; no request's number has it."""
 
 
-class KeepingEngine(KernelEngine):
+class ReplayEngine(KernelEngine):
     flags = FLAGS & ~Init.HAS_RESEND
 
     def __init__(

@@ -19,7 +19,7 @@ _NOBODY = Caller(0, 0)
 _ROOM_MIN = 4096
 
 
-class Before(NamedTuple):
+class PredecessorHandle(NamedTuple):
     """A file or directory that the predecessor had open."""
 
     number: int
@@ -77,8 +77,10 @@ class Handles:
     def take_back(self, number: int) -> None:
         self._memory.unpublish(number & HANDLES_MAX - 1)
 
-    def before(self) -> list[Before]:
+    def before(self) -> list[PredecessorHandle]:
         return [
-            Before(number, inode, flags & ~PUBLISHED, Caller(uid, gid, pid), unique, bool(flags & PUBLISHED))
+            PredecessorHandle(
+                number, inode, flags & ~PUBLISHED, Caller(uid, gid, pid), unique, bool(flags & PUBLISHED)
+            )
             for _, inode, flags, uid, gid, pid, unique, number in self._memory.handles.valid()
         ]

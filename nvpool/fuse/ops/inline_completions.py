@@ -74,7 +74,7 @@ class MountOperations(Protocol):
         """Register a file that was opened below, and return the reply for the kernel."""
 
 
-class Ending:
+class PendingChange:
     """A pending change whose only result is success or an error.
 
     `inode`: the file, if the kernel has pages of it that no store has when the change fails. `directory`: the

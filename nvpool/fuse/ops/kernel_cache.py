@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 from nvpool.core.containers.bounded_map import too_old
 from nvpool.core.errors import DirectoryGone, NvpoolError
-from nvpool.fuse.ops.read_worker_files import Published
+from nvpool.fuse.ops.read_worker_files import PublishedFiles
 from nvpool.rpc.messages.direntries import DirectoryPage
 from nvpool.rpc.v1.meta_pb2 import Attr
 
@@ -171,7 +171,7 @@ class CachedOps:
         self._looking: asyncio.TimerHandle | None = None
         self._renewing = 0
         self._forgetting: set[asyncio.Task] = set()
-        self.published = Published()
+        self.published = PublishedFiles()
         vfs.on_recall = self._recalled
         vfs.on_unleased = self._unleased
         vfs.on_lost = self._lost

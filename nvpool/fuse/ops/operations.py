@@ -36,18 +36,18 @@ from nvpool.client.rpc.slot_journal import asking
 from nvpool.client.state.small_file_cache import SMALL_BYTES
 from nvpool.client.state.vfs_types import RENAME_EXCHANGE, Caller, DirHandle
 from nvpool.client.vfs.lookup_batcher import PendingLookup
-from nvpool.client.vfs.takeover import OpenBefore
+from nvpool.client.vfs.takeover import PredecessorFile
 from nvpool.core import errors
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import DirectoryGone, NotFound, NotSupported, NvpoolError
 from nvpool.core.ids import ROOT_INODE
 from nvpool.fuse.ops.handles import Handles
-from nvpool.fuse.ops.inline_completions import Creating, Ending, OpenReply
+from nvpool.fuse.ops.inline_completions import Creating, OpenReply, PendingChange
 from nvpool.fuse.ops.kernel_cache import FuseOptions
 from nvpool.fuse.ops.listing import ListOps
 from nvpool.fuse.ops.locks import LockOps
-from nvpool.fuse.ops.page_cache_bypass import Bypassing, bypasses
-from nvpool.fuse.ops.replay import AgainOps
+from nvpool.fuse.ops.page_cache_bypass import PageCacheBypass, bypasses
+from nvpool.fuse.ops.replay import ReplayOps
 from nvpool.fuse.ops.setid import SET_IDS, drops_set_gid, without_set_ids
 from nvpool.fuse.ops.writes import WriteOps
 from nvpool.fuse.ops.xattrs import XattrOps
@@ -102,7 +102,7 @@ def errno_of(error: BaseException, request: str) -> int:
     return errno.EIO
 
 
-class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
+class FuseOps(LockOps, ListOps, WriteOps, XattrOps, ReplayOps):
     """All operations of one mount; see the module. Used from one event loop; calls may overlap."""
 
     shows_subtree = False
@@ -110,10 +110,10 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
 
     def __init__(self, vfs, options: FuseOptions | None = None, clock=SYSTEM_CLOCK) -> None:
         LockOps.__init__(self, vfs, options or FuseOptions(), clock)
-        AgainOps.__init__(self, vfs)
+        ReplayOps.__init__(self, vfs)
         self._files: dict[int, object] = {}
         self._appending: dict[int, Caller] = {}  # handle -> the process that opened it
-        self.pages = Bypassing(self._own)
+        self.pages = PageCacheBypass(self._own)
         ListOps.__init__(self)
         self.handles = Handles(self.kept)
         self.published.begin(self.handles)
@@ -373,16 +373,16 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         creating.hold()
         return creating
 
-    def begin_unlink(self, parent: int, name: bytes, caller: Caller, unique: int) -> Ending | None:
+    def begin_unlink(self, parent: int, name: bytes, caller: Caller, unique: int) -> PendingChange | None:
         """Start `unlink`, as `begin_create` does."""
-        ending = Ending(self, directory=parent)
+        ending = PendingChange(self, directory=parent)
         ending.begun = self._vfs.begin_unlink(parent, name, caller, unique, ending.ended)
         if ending.begun is None:
             return None
         self.lock_directory(parent)
         return ending
 
-    def begin_flush(self, handle: int) -> Ending | bool | None:
+    def begin_flush(self, handle: int) -> PendingChange | bool | None:
         """Start `flush`, as `begin_create` does.
 
         True: nothing is left to flush. Only for a caller without locks.
@@ -390,7 +390,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         file = self._files[handle]
         if self._vfs.is_flushed(file):
             return True
-        ending = Ending(self, file.inode)
+        ending = PendingChange(self, file.inode)
         ending.begun = self._vfs.begin_flush(file, ending.ended)
         return ending if ending.begun not in (None, True) else ending.begun
 
@@ -631,7 +631,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         self._written_before = self._vfs.keeping.finished()
         handles = await self._vfs.take_over(
             [
-                OpenBefore(one.number, one.inode, self.flags_below(one.flags))
+                PredecessorFile(one.number, one.inode, self.flags_below(one.flags))
                 for one in before
                 if not one.is_directory
             ]

@@ -57,7 +57,7 @@ async def _nothing(*_) -> None:
     """Default of an engine that can not do this."""
 
 
-class Bypassing:
+class PageCacheBypass:
     def __init__(self, own: Callable) -> None:
         """`own(coroutine)` makes a task that the file system owns."""
         self._own = own

@@ -13,7 +13,7 @@ import os
 
 from nvpool.client.state.vfs_types import Caller, FileHandle
 from nvpool.fuse.ops.kernel_cache import FuseOptions
-from nvpool.fuse.ops.page_cache_bypass import Bypassing
+from nvpool.fuse.ops.page_cache_bypass import PageCacheBypass
 from nvpool.shm.mount_state import KeptHandles
 
 OPEN_MAX = 4096
@@ -31,14 +31,14 @@ class NotHere(Exception):
     """The serving process has to answer this request."""
 
 
-class ReaderOps:
+class ReadWorkerOps:
     def __init__(self, vfs, kept: KeptHandles) -> None:
         self._vfs = vfs
         self.kept = kept
         self.options = FuseOptions()
         self.held: dict = {}
         # required by the engine; unused, because a worker does not write
-        self.pages = Bypassing(asyncio.ensure_future)
+        self.pages = PageCacheBypass(asyncio.ensure_future)
         self._files: dict[int, FileHandle] = {}
         self._opening: dict[int, asyncio.Task] = {}
         self._late: set[int] = set()  # of `_opening`, those that take longer than OPEN_S

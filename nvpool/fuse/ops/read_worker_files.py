@@ -13,7 +13,7 @@ from __future__ import annotations
 from nvpool.fuse.ops.handles import Handles
 
 
-class Published:
+class PublishedFiles:
     def __init__(self) -> None:
         self.on = False
         """Whether there are read workers."""

@@ -8,7 +8,7 @@ is the mount state (shared memory that outlives this process), or None.
 from __future__ import annotations
 
 
-class AgainOps:
+class ReplayOps:
     def __init__(self, vfs) -> None:
         self._vfs = vfs
         self.kept = getattr(vfs, "kept", None)

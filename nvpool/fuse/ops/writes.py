@@ -14,7 +14,7 @@ from typing import Any
 
 from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import QuotaExceeded
-from nvpool.fuse.ops.page_cache_bypass import Bypassing, may_have_tail
+from nvpool.fuse.ops.page_cache_bypass import PageCacheBypass, may_have_tail
 from nvpool.fuse.ops.setid import SET_IDS, PrivilegeOps
 
 
@@ -26,7 +26,7 @@ class WriteOps(PrivilegeOps):
     change_count: int
     _paging: Callable[[int], None]
     flags_below: Callable[[int], int]
-    pages: Bypassing
+    pages: PageCacheBypass
     options: Any
     fsync: Any
 

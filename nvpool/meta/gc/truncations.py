@@ -28,7 +28,7 @@ PAUSE_S, PAUSE_S_MAX = 0.02, 1.0
 """Pauses between two attempts at a target that does not answer."""
 
 
-class Cuts:
+class Truncations:
     """Truncations in progress. `view.cutting` maps inode -> future that is done when all targets have cut."""
 
     def __init__(

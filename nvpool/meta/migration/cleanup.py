@@ -15,7 +15,7 @@ from collections.abc import Collection
 from nvpool.core.errors import StaleEpoch
 from nvpool.core.units import PARTITION_COUNT
 from nvpool.kv.api import Effect, Kv
-from nvpool.meta.migration.shard_context import Inside
+from nvpool.meta.migration.shard_context import ShardContext
 from nvpool.meta.state import records
 from nvpool.meta.state.migration_records import (
     GONE_RANGE,
@@ -35,10 +35,10 @@ PAUSE_S = 0.002
 log = logging.getLogger(__name__)
 
 
-class Leaving:
+class PartitionCleanup:
     """Partitions that have left this shard and are not removed yet."""
 
-    def __init__(self, inside: Inside) -> None:
+    def __init__(self, inside: ShardContext) -> None:
         self._inside = inside
         self._unmarked: set[int] = set()
         self._gone: set[int] = set()

@@ -22,9 +22,9 @@ from collections.abc import Iterable
 from nvpool.core.errors import Bug, Busy, CorruptFrame, InvalidRequest, StaleEpoch, StaleTerm
 from nvpool.kv.api import Effect
 from nvpool.kv.journal import decode
-from nvpool.meta.migration.cleanup import Leaving, seen_effect
+from nvpool.meta.migration.cleanup import PartitionCleanup, seen_effect
 from nvpool.meta.migration.sessions import bring_all
-from nvpool.meta.migration.shard_context import Inside
+from nvpool.meta.migration.shard_context import ShardContext
 from nvpool.meta.sessions.table import inodes_of
 from nvpool.meta.state import records
 from nvpool.meta.state.migration_records import (
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 class MigrationDestination:
     """Destination side of migrations; there may be one from each source."""
 
-    def __init__(self, inside: Inside, leaving: Leaving) -> None:
+    def __init__(self, inside: ShardContext, leaving: PartitionCleanup) -> None:
         self._inside = inside
         self._leaving = leaving
         self._map: PoolMap | None = None

@@ -18,7 +18,7 @@ from nvpool.meta.state.migration_records import COMING, SEEN
 from nvpool.meta.state.record_locks import Hold, LockedRecord
 from nvpool.meta.state.records import INODE, SHARD, kind_of
 from nvpool.meta.state.transaction import View
-from nvpool.meta.state.transaction_records import TURN_KEY, SpanId, partition_of_held
+from nvpool.meta.state.transaction_records import TURN_KEY, TransactionId, partition_of_held
 
 REPEAT_S = 0.02
 """Retry delay for a client that knows a newer map than this shard."""
@@ -28,9 +28,9 @@ class _ClosedPartitions(Hold):
     """Lock of whole partitions for a migration. A transaction that meets it releases its locks and waits."""
 
     def __init__(self, shard: int) -> None:
-        super().__init__(SpanId(shard, 0, 0), 0, 0.0)
+        super().__init__(TransactionId(shard, 0, 0), 0, 0.0)
 
-    def gives_way_to(self, order: int, span: SpanId) -> bool:
+    def gives_way_to(self, order: int, span: TransactionId) -> bool:
         return False
 
 

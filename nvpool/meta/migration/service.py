@@ -11,11 +11,11 @@ from typing import Any
 
 from nvpool.core.clock import Clock
 from nvpool.core.errors import Unreachable, WrongShard
-from nvpool.meta.deferred_replies import Waits
-from nvpool.meta.migration.cleanup import Leaving
+from nvpool.meta.deferred_replies import DeferredReplies
+from nvpool.meta.migration.cleanup import PartitionCleanup
 from nvpool.meta.migration.destination import MigrationDestination
 from nvpool.meta.migration.sessions import bring_all
-from nvpool.meta.migration.shard_context import Inside
+from nvpool.meta.migration.shard_context import ShardContext
 from nvpool.meta.migration.source import MigrationSource, packed
 from nvpool.meta.service_auth import AuthorityCheck, ServiceRight
 from nvpool.poolmap.model import PoolMap, decode_map
@@ -36,12 +36,12 @@ class MigrationService:
 
     def __init__(
         self,
-        inside: Inside,
+        inside: ShardContext,
         dialer: TargetDialer | None,
         clock: Clock,
         secret: bytes,
         authority: ServiceRight,
-        waits: Waits,
+        waits: DeferredReplies,
         term: int,
     ) -> None:
         """`term`: the term in which this process serves; 0: the term in the first map."""
@@ -52,7 +52,7 @@ class MigrationService:
         self._authority = authority
         self._waits = waits
         self._map: PoolMap | None = None
-        self._leaving = Leaving(inside)
+        self._leaving = PartitionCleanup(inside)
         inside.ranges.gone = self._leaving.partitions
         self.destination = MigrationDestination(inside, self._leaving)
         self.source = MigrationSource(
@@ -64,7 +64,7 @@ class MigrationService:
     def begin(self, pool_map: PoolMap | None) -> None:
         """Load the migration state at a start, before other records are loaded.
 
-        StaleEpoch: see Leaving.begin.
+        StaleEpoch: see PartitionCleanup.begin.
         """
         coming = self.destination.begin()
         if pool_map is not None and pool_map.partitions:

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 
 from nvpool.core.ids import partition_of
-from nvpool.meta.migration.shard_context import Inside
+from nvpool.meta.migration.shard_context import ShardContext
 from nvpool.meta.state.session_records import encode_session
 from nvpool.rpc.v1.moving_pb2 import MovedSession
 
@@ -18,7 +18,7 @@ OPENS_MAX = 16_384
 """Highest number of handles in one message."""
 
 
-def sessions_to_move(inside: Inside, partitions: frozenset[int]) -> Iterator[MovedSession]:
+def sessions_to_move(inside: ShardContext, partitions: frozenset[int]) -> Iterator[MovedSession]:
     """Sessions that have files of these partitions open or locked, with their open inodes.
 
     A session with many open files comes several times. Sessions may open and end between two of them.
@@ -41,7 +41,7 @@ def sessions_to_move(inside: Inside, partitions: frozenset[int]) -> Iterator[Mov
             )
 
 
-def bring_all(inside: Inside) -> None:
+def bring_all(inside: ShardContext) -> None:
     """Merge migrated sessions into this shard's sessions of the same clients.
 
     Busy: the engine is full, and some sessions are not merged yet; repeat.

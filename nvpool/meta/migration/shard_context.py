@@ -8,17 +8,17 @@ from typing import NamedTuple
 from nvpool.core.clock import Clock
 from nvpool.kv.api import Kv
 from nvpool.meta.gc.collector import Collector
-from nvpool.meta.gc.truncations import Cuts
+from nvpool.meta.gc.truncations import Truncations
 from nvpool.meta.migration.ownership import PartitionOwnership
-from nvpool.meta.sessions.lease_table import Watches
-from nvpool.meta.sessions.lock_service import LockWaits
+from nvpool.meta.sessions.lease_table import LeaseTable
+from nvpool.meta.sessions.lock_service import LockService
 from nvpool.meta.sessions.table import Sessions
 from nvpool.meta.state.id_allocation import Numbers
 from nvpool.meta.state.transaction import View
 from nvpool.poolmap.model import PoolMap
 
 
-class Inside(NamedTuple):
+class ShardContext(NamedTuple):
     """Parts of a shard, by name."""
 
     shard: int
@@ -27,10 +27,10 @@ class Inside(NamedTuple):
     ranges: PartitionOwnership
     numbers: Numbers
     sessions: Sessions
-    locks: LockWaits
+    locks: LockService
     collector: Collector
-    cuts: Cuts
-    watches: Watches
+    cuts: Truncations
+    watches: LeaseTable
     clock: Clock
     use_map: Callable[[PoolMap], None]
     """Make a newer map known to the whole shard, including the migration modules."""

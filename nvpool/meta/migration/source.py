@@ -28,9 +28,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from nvpool.core.errors import Busy, Fenced, NvpoolError, StaleEpoch, StaleTerm
 from nvpool.kv.journal import encode
-from nvpool.meta.migration.cleanup import Leaving
+from nvpool.meta.migration.cleanup import PartitionCleanup
 from nvpool.meta.migration.sessions import sessions_to_move
-from nvpool.meta.migration.shard_context import Inside
+from nvpool.meta.migration.shard_context import ShardContext
 from nvpool.meta.state.records import INODE, SHARD, prefix
 from nvpool.poolmap.model import PoolMap, encode_map
 from nvpool.poolmap.shards.partition_moves import next_batch
@@ -64,7 +64,7 @@ class MigrationSource:
     """Source side of migrations; one runs at a time."""
 
     def __init__(
-        self, inside: Inside, leaving: Leaving, *, send: Send, ask_moved: AskMoved, term: int
+        self, inside: ShardContext, leaving: PartitionCleanup, *, send: Send, ask_moved: AskMoved, term: int
     ) -> None:
         """`send(destination, request, payload)` returns the destination's reply.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nvpool.core.errors import InvalidRequest, IsADirectory
-from nvpool.meta.state.transaction import CutInProgress, Draft, View, fill_attr
+from nvpool.meta.state.transaction import Draft, TruncationInProgress, View, fill_attr
 from nvpool.poolmap.file_layout import check_range
 from nvpool.rpc.v1 import meta_pb2
 
@@ -24,7 +24,7 @@ def allocate(view: View, request: meta_pb2.AllocateRequest, now_ns: int) -> Draf
     end = request.offset + request.length
     if request.grow and end > inode.size:
         if inode.number in view.cutting:
-            raise CutInProgress(inode.number)
+            raise TruncationInProgress(inode.number)
         draft.resized(inode, end)
         if not request.punch:
             draft.stamp(inode, content=True)

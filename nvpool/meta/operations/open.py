@@ -8,7 +8,7 @@ from nvpool.core.errors import InvalidRequest, IsADirectory, StaleCut
 from nvpool.core.units import WITHDRAW_ANY
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
-from nvpool.meta.state.transaction import CutInProgress, Draft, View, fill_attr
+from nvpool.meta.state.transaction import Draft, TruncationInProgress, View, fill_attr
 from nvpool.poolmap.file_layout import check_range
 from nvpool.rpc.v1 import meta_pb2
 
@@ -77,7 +77,7 @@ def reserve(view: View, request: meta_pb2.ReserveRequest, now_ns: int) -> Draft:
     draft = Draft(view, now_ns)
     inode = draft.inode(request.inode)
     if inode.number in view.cutting:
-        raise CutInProgress(inode.number)
+        raise TruncationInProgress(inode.number)
     _check_writer(inode, request.cut)
     if not request.length:
         raise InvalidRequest("an append of no bytes needs no place")

@@ -16,7 +16,7 @@ from nvpool.core.posix import acl
 from nvpool.core.units import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
-from nvpool.meta.state.transaction import CutInProgress, Draft, View, fill_attr
+from nvpool.meta.state.transaction import Draft, TruncationInProgress, View, fill_attr
 from nvpool.poolmap.file_layout import size_max
 from nvpool.rpc.v1 import meta_pb2
 
@@ -89,7 +89,7 @@ def resize(draft: Draft, inode: Inode, size: int) -> None:
     if size <= inode.size:
         draft.cut(inode, size)
     elif inode.number in draft.view.cutting:
-        raise CutInProgress(inode.number)
+        raise TruncationInProgress(inode.number)
     else:
         draft.resized(inode, size)
         draft.stamp(inode, content=True)

@@ -799,7 +799,7 @@ cdef class FastPath:
 
     cdef bint _is_disturbed(self, session, tuple numbers) except -1:
         """Whether leases of other sessions may have to be recalled before these inodes change. See
-        Watches.conflict."""
+        LeaseTable.conflict."""
         cdef dict watching = self._watches._watches
         if not self._watches._unheard and (not watching or len(watching) == 1 and session.number in watching):
             return False
@@ -812,7 +812,7 @@ cdef class FastPath:
         return self._view.lease_ms if self._promised(session.number, i.number) else 0
 
     cdef bint _promised(self, session, uint64_t number) except -1:
-        """As Watches.issue_leases, for one inode."""
+        """As LeaseTable.issue_leases, for one inode."""
         cdef PyObject *found = PyDict_GetItem(<dict?>self._watches._watches, session)
         if found is NULL:
             return False

@@ -20,7 +20,7 @@ HELD_MAX = 16_384
 """Highest number of answers that wait; beyond it requests are refused before they are decided."""
 
 
-class Gate:
+class CommitGate:
     """The commit gate of one primary."""
 
     def __init__(self, history: ReplicationHistory, clock: Clock, needs_lease: Callable[[], bool]) -> None:
@@ -79,7 +79,7 @@ class _HeldCall:
         "_answered",
     )
 
-    def __init__(self, gate: Gate, call: Call) -> None:
+    def __init__(self, gate: CommitGate, call: Call) -> None:
         self.method = call.method
         self.message = call.message
         self.payload = call.payload

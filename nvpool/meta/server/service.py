@@ -34,23 +34,23 @@ from nvpool.core.errors import (
 from nvpool.core.ids import partition_of
 from nvpool.core.units import PARTITION_COUNT, SLOTS_PER_SESSION
 from nvpool.kv.api import Kv
-from nvpool.meta.admin_jobs import Load, Runs
-from nvpool.meta.deferred_replies import Waits
+from nvpool.meta.admin_jobs import AdminJobs, Load
+from nvpool.meta.deferred_replies import DeferredReplies
 from nvpool.meta.gc.collector import Collector, partitions_with_remains
-from nvpool.meta.gc.truncations import Cuts
+from nvpool.meta.gc.truncations import Truncations
 from nvpool.meta.migration.ownership import PartitionOwnership
 from nvpool.meta.migration.service import MigrationService
-from nvpool.meta.migration.shard_context import Inside
+from nvpool.meta.migration.shard_context import ShardContext
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.server.admin_handlers import AdminHandlers
 from nvpool.meta.server.dispatch_table import CHANGES, CROSS_SHARD_CHANGES, QUERIES
 from nvpool.meta.server.fast_path import open_fast_path
 from nvpool.meta.server.local_user_permissions import LocalUsers, check_shards
-from nvpool.meta.sessions.handlers import SessionAnswers
-from nvpool.meta.sessions.lease_table import Watches
-from nvpool.meta.sessions.lock_service import HOLD_BEYOND_GRANTS_S, LockWaits
+from nvpool.meta.sessions.handlers import SessionHandlers
+from nvpool.meta.sessions.lease_table import LeaseTable
+from nvpool.meta.sessions.lock_service import HOLD_BEYOND_GRANTS_S, LockService
 from nvpool.meta.sessions.table import Session, Sessions, Slot, mark_of
-from nvpool.meta.snapshot_barrier import Moment
+from nvpool.meta.snapshot_barrier import SnapshotBarrier
 from nvpool.meta.state import records
 from nvpool.meta.state.append_reservations import AppendInProgress, AppendOrder
 from nvpool.meta.state.id_allocation import Numbers
@@ -60,10 +60,10 @@ from nvpool.meta.state.record_locks import LockedRecord
 from nvpool.meta.state.session_records import encode_slot
 from nvpool.meta.state.shard_identity import take_identity
 from nvpool.meta.state.striped_dirs import StripeView
-from nvpool.meta.state.transaction import CutInProgress, Decision, Draft, View, fill_attr
+from nvpool.meta.state.transaction import Decision, Draft, TruncationInProgress, View, fill_attr
 from nvpool.meta.store_client import Targets
 from nvpool.meta.transactions.service import CrossShardTransactions
-from nvpool.meta.volumes.handlers import VolumeAnswers
+from nvpool.meta.volumes.handlers import VolumeHandlers
 from nvpool.meta.volumes.removal import Removal
 from nvpool.meta.volumes.revocation import Revocations, TakeRight
 from nvpool.poolmap.model import PoolMap
@@ -78,7 +78,7 @@ from nvpool.security.volume_keys import PoolKeys
 _log = logging.getLogger(__name__)
 
 
-class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
+class MetaService(AdminHandlers, SessionHandlers, VolumeHandlers):
     """The metadata service of one shard; its other parts are in the base classes."""
 
     def __init__(
@@ -112,10 +112,10 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
         self._sessions = Sessions(kv, options.session_lease_s, shard, options)
         self._users = LocalUsers(self._sessions)
         self._numbers = Numbers(kv)
-        self._runs = Runs(clock)
+        self._runs = AdminJobs(clock)
         self._loading: Load | None = None
         self._targets = Targets(dialer, clock, grant_secret, shard)
-        self._waits = Waits(clock, f"shard {shard}", self._die)
+        self._waits = DeferredReplies(clock, f"shard {shard}", self._die)
         self._revocations = Revocations(
             clock, options, take_right, lambda: self._map.epoch if self._map is not None else 0
         )
@@ -159,7 +159,7 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
         identity = take_identity(self._kv, self._shard, self._secret, self._map, self._clock.wall_ns())
         locks = LockTable(self._clock, self._options.grant_s + HOLD_BEYOND_GRANTS_S)
         locks.client_of = self._sessions.client_of
-        self._locks = LockWaits(self._kv, locks, self._clock)
+        self._locks = LockService(self._kv, locks, self._clock)
         self._view = View(self._kv, identity, self._secret, self._options.grant_s, locks)
         self._view.is_open = lambda inode: inode in self._sessions.holders
         self._view.pool_keys = self._pool_keys
@@ -168,7 +168,7 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
             AppendOrder(self._clock),
         )
         self._removals.clear()
-        self._cuts = Cuts(self._kv, self._view, self._targets, self._own)
+        self._cuts = Truncations(self._kv, self._view, self._targets, self._own)
         self._collector = Collector(
             self._kv,
             self._view,
@@ -181,7 +181,7 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
         if self._map is not None:
             self._view.use_map(self._map)
         self._incarnation = int.from_bytes(self._clock.secret(8), "big") | 1
-        self._watches = Watches(
+        self._watches = LeaseTable(
             self._clock,
             self._incarnation,
             min(self._options.watch_s, self._options.session_lease_s),
@@ -207,11 +207,11 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
             self._collector.add,
         )
         self._ranges.changed = self._cross_shard.holds.look_through
-        self._moment = Moment(self._cross_shard.coordinator.wait_settled)
+        self._moment = SnapshotBarrier(self._cross_shard.coordinator.wait_settled)
         if self._map is not None:
             self._cross_shard.use_map(self._map)
         self._moving = MigrationService(
-            Inside(
+            ShardContext(
                 self._shard,
                 self._kv,
                 self._view,
@@ -454,7 +454,7 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
             self._sessions.of(request.session, self._owner(call))
             try:
                 draft = self._decision(call, decide)(self._view, request, self._clock.wall_ns())
-            except CutInProgress as wait:
+            except TruncationInProgress as wait:
                 self._wait_for(call, wait)
                 return
             if draft.dirty:
@@ -505,7 +505,7 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
                     self._later(call, wait)  # the decision is discarded and made again after the wait
                     return
                 self._commit(call, draft, session, slot, index, sequence, mark)
-            except (CutInProgress, AppendInProgress) as wait:
+            except (TruncationInProgress, AppendInProgress) as wait:
                 self._wait_for(call, wait)
             except WrongShard as error:
                 if home is None or self._view.is_elsewhere(self._home_partition(request, home)):
@@ -594,7 +594,7 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
         self._cross_shard.begin(call, (session.number, index), carry_out)
 
     def _recall(self, identity: int, inodes: list[int]) -> Callable[[], Awaitable] | None:
-        """`Watches.recall` for a change that another shard decides on behalf of this client."""
+        """`LeaseTable.recall` for a change that another shard decides on behalf of this client."""
         return self._watches.recall(self._sessions.number_of(identity), inodes)
 
     def _commit(
@@ -689,12 +689,12 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
             return False
         return True
 
-    def _wait_for(self, call: Call, wait: CutInProgress | AppendInProgress) -> None:
+    def _wait_for(self, call: Call, wait: TruncationInProgress | AppendInProgress) -> None:
         view, inode = self._view, wait.inode
         self._later(
             call,
             partial(asyncio.shield, view.cutting[inode])
-            if isinstance(wait, CutInProgress)
+            if isinstance(wait, TruncationInProgress)
             else partial(view.appends.wait, inode),
         )
 

@@ -41,7 +41,7 @@ from nvpool.kv.replication.commit_mark import CommitMark, remove_mark
 from nvpool.kv.replication.member_engine import MemberKv, whole_term, with_term
 from nvpool.kv.replication.primary import Shipping, ShippingOptions
 from nvpool.kv.replication.standby import StandbyKv
-from nvpool.meta.server.commit_gate import Gate
+from nvpool.meta.server.commit_gate import CommitGate
 from nvpool.meta.server.fast_path import IS_COMPILED
 from nvpool.meta.server.replication_rpc import PrimaryService, StandbyService, WireStandby
 from nvpool.meta.server.service import MetaService
@@ -133,7 +133,7 @@ class ShardMember:
         self.service: MetaService | None = None
         self.kv: MemberKv | None = None
         self._shipping: Shipping | None = None
-        self._gate: Gate | None = None
+        self._gate: CommitGate | None = None
         self.standby: StandbyKv | None = None
         self._standby_service: StandbyService | None = None
         self._tasks: set[asyncio.Task] = set()
@@ -452,7 +452,7 @@ class ShardMember:
             on_deposed=self._depose,
             options=self._options.shipping,
         )
-        self._gate = Gate(kv.history, self._clock, lambda: self._shipping.may_be_replaced)
+        self._gate = CommitGate(kv.history, self._clock, lambda: self._shipping.may_be_replaced)
         self._own(self._keep_lease())
 
     def _use_standbys(self) -> None:

@@ -24,7 +24,7 @@ OWNERS_MAX = 4096
 _log = logging.getLogger(__name__)
 
 
-class SessionAnswers:
+class SessionHandlers:
     """Session part of `MetaService`."""
 
     def _owner(self, call: Call) -> str:

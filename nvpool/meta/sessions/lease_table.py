@@ -134,7 +134,7 @@ class _Table:
         )
 
 
-class Watches:
+class LeaseTable:
     """Leases and watches of all sessions of a shard."""
 
     def __init__(self, clock: Clock, first_number: int, watch_s: float, lease_s: float) -> None:

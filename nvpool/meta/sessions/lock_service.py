@@ -47,7 +47,7 @@ class _Question:
         self.timer = timer
 
 
-class LockWaits:
+class LockService:
     """Clients that wait for locks, and locks of ended sessions."""
 
     def __init__(self, kv: Kv, table: LockTable, clock: Clock) -> None:

@@ -97,7 +97,7 @@ class LockDecision(NamedTuple):
     waiter: Waiter | None = None
 
 
-class InTheWay(NamedTuple):
+class LockConflict(NamedTuple):
     """A conflicting range and its owner. `waits`: the owner waits for it and does not have it yet."""
 
     owner: Owner
@@ -243,7 +243,7 @@ class LockTable:
         if not file.spans and not file.queue:
             self.files.pop(inode, None)
 
-    def in_the_way(self, inode: int, owner: Owner, start: int, end: int, mode: int) -> Iterator[InTheWay]:
+    def in_the_way(self, inode: int, owner: Owner, start: int, end: int, mode: int) -> Iterator[LockConflict]:
         """Locks of other owners that conflict with such a lock.
 
         A lock that is reserved for a turn counts as held.
@@ -253,26 +253,28 @@ class LockTable:
             yield from self._conflicts(file, owner, start, end, mode)
 
     @staticmethod
-    def _conflicts(file: _LockedFile, owner: Owner, start: int, end: int, mode: int) -> Iterator[InTheWay]:
+    def _conflicts(
+        file: _LockedFile, owner: Owner, start: int, end: int, mode: int
+    ) -> Iterator[LockConflict]:
         for other, spans in file.spans.items():
             if other.kind == owner.kind and other != owner:
                 for span in overlapping(spans, start, end):
                     if mode == EXCLUSIVE or span.mode == EXCLUSIVE:
-                        yield InTheWay(other, span)
+                        yield LockConflict(other, span)
         for waiter in file.queue:
             if waiter.has_turn and _stand_against(waiter, owner, start, end, mode):
-                yield InTheWay(
+                yield LockConflict(
                     waiter.owner, LockRange(waiter.start, waiter.end, waiter.mode, waiter.pid), True
                 )
 
-    def locks_on(self, inode: int) -> Iterator[InTheWay]:
+    def locks_on(self, inode: int) -> Iterator[LockConflict]:
         """All locks that are held or waited for."""
         file = self.files.get(inode)
         if file is not None:
             for owner, spans in file.spans.items():
-                yield from (InTheWay(owner, span) for span in spans)
+                yield from (LockConflict(owner, span) for span in spans)
             yield from (
-                InTheWay(waiter.owner, LockRange(waiter.start, waiter.end, waiter.mode, waiter.pid), True)
+                LockConflict(waiter.owner, LockRange(waiter.start, waiter.end, waiter.mode, waiter.pid), True)
                 for waiter in file.queue
             )
 

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from nvpool.core.errors import Unavailable
 from nvpool.core.ids import partition_of
 from nvpool.meta.state.transaction import View
-from nvpool.meta.state.transaction_records import SpanId, partition_of_held
+from nvpool.meta.state.transaction_records import TransactionId, partition_of_held
 
 HELD_S = 5.0
 """Limit for a request that waits for a locked record: a lock takes milliseconds, or a shard is away. The
@@ -28,7 +28,7 @@ class Hold:
 
     __slots__ = ("span", "order", "keys", "done", "since_s", "durable")
 
-    def __init__(self, span: SpanId, order: int, since_s: float) -> None:
+    def __init__(self, span: TransactionId, order: int, since_s: float) -> None:
         self.span = span
         self.order = order
         self.keys: dict[bytes, None] = {}
@@ -37,7 +37,7 @@ class Hold:
         self.durable = False
         """Whether a stored record of the lock exists."""
 
-    def gives_way_to(self, order: int, span: SpanId) -> bool:
+    def gives_way_to(self, order: int, span: TransactionId) -> bool:
         """Whether the transaction with this order is older: it may wait for ours, ours never waits for it."""
         return (order, span) < (self.order, self.span)
 
@@ -98,13 +98,13 @@ class Holds:
         self._kv = kv
         self._view = view
         self._now_s = clock
-        self.by_span: dict[SpanId, Hold] = {}
+        self.by_span: dict[TransactionId, Hold] = {}
         self._by_key: dict[bytes, Hold] = {}
 
     def of(self, key: bytes) -> Hold | None:
         return self._by_key.get(key)
 
-    def take(self, span: SpanId, order: int, keys: list[bytes]) -> Hold:
+    def take(self, span: TransactionId, order: int, keys: list[bytes]) -> Hold:
         """Lock these records too. No other transaction may have locked any of them."""
         hold = self.by_span.get(span)
         if hold is None:
@@ -115,7 +115,7 @@ class Holds:
         self.look_through()
         return hold
 
-    def release(self, span: SpanId) -> None:
+    def release(self, span: TransactionId) -> None:
         """Release all locks of the transaction; requests that wait for them continue."""
         hold = self.by_span.pop(span, None)
         if hold is None:

@@ -3,7 +3,7 @@
 A decision is a plain function (view, request, now) -> Draft; the draft contains the reply. The decision reads
 through the view, changes inodes in the draft, and touches nothing else. The service applies all effects of
 the draft in one step, or none of them. Nothing here or in `meta/operations` waits: a decision that needs a
-wait first raises CutInProgress, which only the service sees.
+wait first raises TruncationInProgress, which only the service sees.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ all leases."""
 _FLAGS = Inode.__slots__.index("flags")
 
 
-class CutInProgress(Exception):
+class TruncationInProgress(Exception):
     """The decision needs the inode's truncation to end first.
 
     Only the service sees it, waits, and decides again.
@@ -93,7 +93,7 @@ class View:
         self.map_epoch = 0
         self.lease_ms = 0
         self.promise: Callable[[int, Iterable[int]], Collection[int]] = lambda session, numbers: ()
-        """Gives leases: `Watches.issue_leases`."""
+        """Gives leases: `LeaseTable.issue_leases`."""
         self.rooms: QuotaLedger | None = None
         self.appends: AppendOrder | None = None
         self.access = VolumeAccess()
@@ -319,11 +319,11 @@ class View:
     def grant(self, inode: Inode, rights: int, session: int, now_ns: int) -> bytes:
         """Signed access token (grant) for the chunks of a file.
 
-        CutInProgress: the grant must wait for a truncation, whose number must not be given to clients before
+        TruncationInProgress: the grant must wait for a truncation, whose number must not be given to clients before
         the stores know it. For WRITE the inode's flag TOUCHED must be set; the caller sets it first.
         """
         if inode.number in self.cutting:
-            raise CutInProgress(inode.number)
+            raise TruncationInProgress(inode.number)
         return self.signed(
             rights & GRANT_RIGHTS, session, inode.number, inode.cut, inode.table, inode.volume, now_ns
         )
@@ -604,7 +604,7 @@ class Draft:
         notified even after a crash.
         """
         if inode.number in self.view.cutting:
-            raise CutInProgress(inode.number)
+            raise TruncationInProgress(inode.number)
         self.resized(inode, size)
         # the bytes on their way were written before the truncation, and are removed with the rest
         if inode.reserved:
@@ -619,7 +619,7 @@ class Draft:
     def punch(self, inode: Inode, offset: int, end: int) -> None:
         """Make a hole of [offset, end) in the file; its size stays. Otherwise as `cut`."""
         if inode.number in self.view.cutting:
-            raise CutInProgress(inode.number)
+            raise TruncationInProgress(inode.number)
         if inode.flags & records.TOUCHED:
             inode.punches += 1
             self._intend(inode, offset, end)

@@ -36,7 +36,7 @@ NO_TURN, TURN_LAST, TURN_HERE = range(3)
 coordinator."""
 
 
-class SpanId(NamedTuple):
+class TransactionId(NamedTuple):
     """Identifier of a cross-shard transaction; never reused."""
 
     shard: int
@@ -59,18 +59,18 @@ def partition_of_held(key: bytes) -> int:
     return 0 if key == TURN_KEY else (key[0] << 8 | key[1]) >> 3
 
 
-def held_key(span: SpanId) -> bytes:
+def held_key(span: TransactionId) -> bytes:
     return _KEY.pack(HELD, *span)
 
 
-def decided_key(span: SpanId) -> bytes:
+def decided_key(span: TransactionId) -> bytes:
     return _KEY.pack(DECIDED, *span)
 
 
-def id_of_key(key: bytes) -> SpanId:
+def id_of_key(key: bytes) -> TransactionId:
     if len(key) != _KEY.size:
         raise CorruptRecord(f"the key of a change over several shards has {len(key)} bytes")
-    return SpanId(*_KEY.unpack(key)[1:])
+    return TransactionId(*_KEY.unpack(key)[1:])
 
 
 def range_of(kind: int) -> tuple[bytes, bytes]:

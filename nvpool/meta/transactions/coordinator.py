@@ -31,15 +31,15 @@ from nvpool.core.ids import ROOT_INODE, partition_of
 from nvpool.kv.api import Effect, Kv
 from nvpool.meta.state import records
 from nvpool.meta.state.record_locks import Holds, LockedRecord, RecordReads, until_free
-from nvpool.meta.state.transaction import CutInProgress, Draft, View
 from nvpool.meta.state.transaction import Decision as Decide
+from nvpool.meta.state.transaction import Draft, TruncationInProgress, View
 from nvpool.meta.state.transaction_records import (
     NO_TURN,
     TURN_HERE,
     TURN_KEY,
     TURN_LAST,
     Decision,
-    SpanId,
+    TransactionId,
     decided_key,
     decode_decision,
     encode_decision,
@@ -49,7 +49,13 @@ from nvpool.meta.state.transaction_records import (
 from nvpool.meta.transactions.lock_prediction import foreseen
 from nvpool.meta.transactions.participant import durable
 from nvpool.meta.transactions.peer_shards import PeerShards, effect_messages, id_message
-from nvpool.meta.transactions.view import CrossShardTransaction, Need, Range, SpanView, partition_of_range
+from nvpool.meta.transactions.view import (
+    CrossShardTransaction,
+    Need,
+    Range,
+    TransactionView,
+    partition_of_range,
+)
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 
@@ -102,8 +108,8 @@ class TransactionCoordinator:
         self._clock = clock
         self._spawn = spawn
         self._number = 0
-        self._active: set[SpanId] = set()
-        self._decisions: dict[SpanId, Decision] = {}
+        self._active: set[TransactionId] = set()
+        self._decisions: dict[TransactionId, Decision] = {}
         self._settling: set[asyncio.Task] = set()
         self.decided = self.begun_again = 0
 
@@ -128,7 +134,7 @@ class TransactionCoordinator:
         """Start a transaction on behalf of that client. The caller must call `end` in every case."""
         self._number += 1
         span = CrossShardTransaction(
-            SpanId(self._shard, self._incarnation, self._number), self._clock.wall_ns(), identity
+            TransactionId(self._shard, self._incarnation, self._number), self._clock.wall_ns(), identity
         )
         self._active.add(span.id)
         return span
@@ -154,14 +160,14 @@ class TransactionCoordinator:
             try:
                 if not span.shards and (need := foreseen(self._view, request)) is not None:
                     raise need
-                return decide(SpanView(self._view, span), request, self._clock.wall_ns())
+                return decide(TransactionView(self._view, span), request, self._clock.wall_ns())
             except Need as need:
                 await self._gather(span, need, until_s)
             except LockedRecord as held:
                 if (span.shards or span.turn) and not held.hold.gives_way_to(span.order, span.id):
                     await self._begin_again(span, until_s)
                 await until_free(held.hold)
-            except CutInProgress as wait:
+            except TruncationInProgress as wait:
                 self._give_back(span)
                 try:
                     async with asyncio.timeout(max(0.0, until_s - self._clock.boottime_s())):
@@ -292,11 +298,11 @@ class TransactionCoordinator:
             # locks.
             self._active.discard(span.id)
             self._number += 1
-            span.id = SpanId(self._shard, self._incarnation, self._number)
+            span.id = TransactionId(self._shard, self._incarnation, self._number)
             self._active.add(span.id)
         span.clear()
 
-    async def _release_locks_at(self, span: SpanId, shard: int) -> None:
+    async def _release_locks_at(self, span: TransactionId, shard: int) -> None:
         try:
             await self._peers.ask(
                 shard, wire.META_SETTLE, pb.SettleRequest(id=id_message(span)), pb.SettleReply, SETTLE_S
@@ -351,13 +357,13 @@ class TransactionCoordinator:
             self._spawn(self._release_locks_at(span.id, shard))
         self._start_settling(span.id, decision)
 
-    def _start_settling(self, span: SpanId, decision: Decision) -> None:
+    def _start_settling(self, span: TransactionId, decision: Decision) -> None:
         self._decisions[span] = decision
         task = self._spawn(self._settle_all(span, decision))
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 
-    async def _settle_all(self, span: SpanId, decision: Decision) -> None:
+    async def _settle_all(self, span: TransactionId, decision: Decision) -> None:
         # Only after the commit is durable: effects at other shards can not be undone.
         await durable(self._kv)
         shards = list(decision.effects)
@@ -371,7 +377,7 @@ class TransactionCoordinator:
         if decision.turn == TURN_HERE:
             self._holds.release(span)
 
-    async def _settle(self, span: SpanId, shard: int, effects: list[Effect]) -> None:
+    async def _settle(self, span: TransactionId, shard: int, effects: list[Effect]) -> None:
         request = pb.SettleRequest(id=id_message(span), decided=True, effects=effect_messages(effects))
         pause_s = PAUSE_S
         # a shard leaves only after it has done its part; its reply was lost
@@ -389,7 +395,7 @@ class TransactionCoordinator:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
-    async def outcome(self, span: SpanId, shard: int) -> pb.OutcomeReply:
+    async def outcome(self, span: TransactionId, shard: int) -> pb.OutcomeReply:
         """Outcome of a transaction for `shard`, which has locks for it."""
         if span in self._active and span not in self._decisions:
             return pb.OutcomeReply(outcome=pb.OutcomeReply.UNDECIDED)

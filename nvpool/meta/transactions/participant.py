@@ -25,7 +25,7 @@ from nvpool.meta.state.id_allocation import Numbers
 from nvpool.meta.state.record_locks import Hold, Holds, RecordReads, until_free
 from nvpool.meta.state.transaction import View
 from nvpool.meta.state.transaction_records import (
-    SpanId,
+    TransactionId,
     decode_held,
     encode_held,
     held_key,
@@ -88,7 +88,7 @@ class Participant:
         self._clock = clock
         self._recall = recall
         self._orphaned = orphaned
-        self._asking: set[SpanId] = set()
+        self._asking: set[TransactionId] = set()
 
     def load(self) -> None:
         """Load the locks that a restart left; unreadable ones are left to fsck."""
@@ -220,7 +220,7 @@ class Participant:
             None,
         )
 
-    def _is_waited_for(self, span: SpanId) -> bool:
+    def _is_waited_for(self, span: TransactionId) -> bool:
         """Whether the migration waits for this transaction.
 
         It does if the transaction has a lock in the partitions (`Holds.quiet`). A transaction with locks only
@@ -240,7 +240,7 @@ class Participant:
         await durable(self._kv)
         return pb.SettleReply()
 
-    def end(self, span: SpanId, effects: list[Effect]) -> None:
+    def end(self, span: TransactionId, effects: list[Effect]) -> None:
         """Apply the effects and release the locks in one change.
 
         If the locks are gone, this was done before, and nothing happens.
@@ -267,13 +267,13 @@ class Participant:
     async def run_once(self) -> None:
         """Ask for the outcome of old locks; each coordinator separately, because some may be silent."""
         now_s = self._clock.boottime_s()
-        late: dict[int, list[SpanId]] = {}
+        late: dict[int, list[TransactionId]] = {}
         for hold in self._holds.by_span.values():
             if hold.durable and now_s - hold.since_s > ASK_AFTER_S:
                 late.setdefault(hold.span.shard, []).append(hold.span)
         await asyncio.gather(*(self._ask(span) for spans in late.values() for span in spans[:ASKED_MAX]))
 
-    async def _ask(self, span: SpanId) -> None:
+    async def _ask(self, span: TransactionId) -> None:
         request = pb.OutcomeRequest(id=id_message(span), shard=self._view.shard)
         try:
             reply = await self._peers.ask(span.shard, wire.META_OUTCOME, request, pb.OutcomeReply, ASK_S)

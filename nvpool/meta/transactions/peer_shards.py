@@ -13,7 +13,7 @@ from nvpool.core.clock import Clock
 from nvpool.core.errors import InvalidRequest, Unreachable, WrongShard
 from nvpool.kv.api import Effect
 from nvpool.meta.service_auth import ServiceRight
-from nvpool.meta.state.transaction_records import SpanId
+from nvpool.meta.state.transaction_records import TransactionId
 from nvpool.poolmap.model import PoolMap
 from nvpool.poolmap.shards.partition_moves import shards_given
 from nvpool.rpc.messages.read_write_codec import decoded
@@ -67,17 +67,17 @@ class PeerShards:
         return decoded(reply_type, reply.message)
 
 
-def id_message(span: SpanId) -> pb.SpanId:
+def id_message(span: TransactionId) -> pb.SpanId:
     return pb.SpanId(shard=span.shard, incarnation=span.incarnation, number=span.number)
 
 
-def id_of(message: pb.SpanId) -> SpanId:
+def id_of(message: pb.SpanId) -> TransactionId:
     """Decode a transaction id. InvalidRequest: no shard has that number."""
     if not 0 < message.shard <= SHARD_MAX:
         raise InvalidRequest(
             f"a change over several shards is decided by a shard from 1 to {SHARD_MAX}, not {message.shard}"
         )
-    return SpanId(message.shard, message.incarnation, message.number)
+    return TransactionId(message.shard, message.incarnation, message.number)
 
 
 def effect_messages(effects: Iterable[Effect]) -> list[pb.SpanRecord]:

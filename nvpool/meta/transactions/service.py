@@ -13,7 +13,7 @@ from typing import Any
 from nvpool.core.clock import Clock
 from nvpool.core.errors import Busy
 from nvpool.kv.api import Kv
-from nvpool.meta.deferred_replies import Waits
+from nvpool.meta.deferred_replies import DeferredReplies
 from nvpool.meta.service_auth import AuthorityCheck
 from nvpool.meta.state.id_allocation import Numbers
 from nvpool.meta.state.record_locks import Holds, RecordReads
@@ -44,7 +44,7 @@ class CrossShardTransactions:
         clock: Clock,
         secret: bytes,
         spawn: Callable[[Coroutine], asyncio.Task],
-        waits: Waits,
+        waits: DeferredReplies,
         reads: RecordReads,
         recall: Callable[[int, list[int]], Callable[[], Awaitable] | None],
         orphaned: Callable[[int], None],

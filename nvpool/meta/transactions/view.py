@@ -11,7 +11,7 @@ from nvpool.meta.state import records
 from nvpool.meta.state.records import WIDE, Inode
 from nvpool.meta.state.striped_dirs import StripeView, decode_part, new_part
 from nvpool.meta.state.transaction import View
-from nvpool.meta.state.transaction_records import SpanId
+from nvpool.meta.state.transaction_records import TransactionId
 
 Range = tuple[bytes, bytes, int]
 
@@ -60,7 +60,7 @@ class CrossShardTransaction:
         "named",
     )
 
-    def __init__(self, span: SpanId, order: int, identity: int) -> None:
+    def __init__(self, span: TransactionId, order: int, identity: int) -> None:
         self.id = span
         self.order = order
         self.identity = identity
@@ -81,7 +81,7 @@ class CrossShardTransaction:
         """Shard that gave us the turn; 0: we do not have it."""
 
 
-class SpanView(View):
+class TransactionView(View):
     """Extends the view `base` of this shard. Each attempt of a decision creates a new one."""
 
     def __init__(self, base: View, span: CrossShardTransaction) -> None:

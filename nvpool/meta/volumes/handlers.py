@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 _Request = pb.VolumeRequest
 
 
-class VolumeAnswers:
+class VolumeHandlers:
     """Volume part of `MetaService`."""
 
     # -- memory --------------------------------------------------------------------------------------------------------

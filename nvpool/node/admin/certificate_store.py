@@ -18,7 +18,7 @@ import msgspec
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import NvpoolError
 from nvpool.host.pool_directory import PoolDirectory, write_whole
-from nvpool.security.ca import Described, described
+from nvpool.security.ca import CertificateFacts, described
 from nvpool.security.tls import AUTHORITY_FILE, CERTIFICATE_FILE, ETCD_SECRET
 
 ISSUED_FILE = "issued.json"
@@ -50,12 +50,12 @@ class CertificateStore:
     def __init__(self, directory: PoolDirectory, clock: Clock = SYSTEM_CLOCK) -> None:
         self._secret = directory.secret
         self._clock = clock
-        self._seen: dict[str, tuple[int, Described]] = {}
+        self._seen: dict[str, tuple[int, CertificateFacts]] = {}
         self.trouble = ""
         self.renewing = asyncio.Lock()
         """Held while this node's certificate is being renewed."""
 
-    def own(self) -> dict[str, Described]:
+    def own(self) -> dict[str, CertificateFacts]:
         """Kind -> certificate in secret/, for those that exist and can be read."""
         found = {}
         for kind, file in KINDS.items():
@@ -102,5 +102,5 @@ class CertificateStore:
         ]
 
 
-def _certificate_status(one: Described) -> dict[str, Any]:
+def _certificate_status(one: CertificateFacts) -> dict[str, Any]:
     return {"member": one.member, "serial": one.serial, "begins_s": one.begins_s, "ends_s": one.ends_s}

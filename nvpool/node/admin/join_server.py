@@ -22,7 +22,7 @@ from nvpool.core.member_names import SQUASH_ROOT, new_member
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.meta.service_auth import AuthorityCheck
 from nvpool.node.admin.certificate_store import CertificateStore
-from nvpool.node.coordination.map_backend import MapKeeper
+from nvpool.node.coordination.map_backend import MapBackend
 from nvpool.poolmap.model import Node, PoolMap, encode_map
 from nvpool.poolmap.nodes.etcd_membership import lets_in
 from nvpool.poolmap.nodes.membership import joined, token_for, token_given
@@ -40,20 +40,20 @@ from nvpool.rpc.v1 import pool_pb2, wire_pb2
 from nvpool.runtime.audit_events import actor_of, audited
 from nvpool.runtime.audit_log import AuditLog
 from nvpool.runtime.daemon_lifecycle import read_grant_key
-from nvpool.security.ca import Authority, key_of_request
+from nvpool.security.ca import CertificateAuthority, key_of_request
 from nvpool.security.join_tokens import hash_of
 from nvpool.security.tls import AUTHORITY_FILE, ETCD_SECRET
 
 log = logging.getLogger("nvpool.node.admin.join_server")
 
 
-class Reception:
+class JoinServer:
     """Join server of one node. `change` changes the pool map (`Leading.change`)."""
 
     def __init__(
         self,
         directory: PoolDirectory,
-        keeper: MapKeeper,
+        keeper: MapBackend,
         change: Callable[[Callable[[PoolMap], PoolMap]], Awaitable[PoolMap]],
         audit: AuditLog,
         certificates: CertificateStore,
@@ -70,7 +70,7 @@ class Reception:
             wire_pb2.POOL_KEYS: self._answer_keys,
         }
 
-    def _authority(self) -> Authority:
+    def _authority(self) -> CertificateAuthority:
         """The pool's CA. AccessDenied: this node does not have its key; the error names the nodes that do."""
         try:
             return read_authority(self._directory)

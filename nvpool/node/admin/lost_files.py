@@ -18,7 +18,7 @@ FILES_MAX = 20
 KEPT_S = 60.0
 
 
-class Losses:
+class LostFiles:
     def __init__(self, directory: PoolDirectory) -> None:
         self._directory = directory
         self._looking = asyncio.Lock()

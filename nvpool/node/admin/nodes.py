@@ -15,8 +15,8 @@ from functools import partial
 
 from nvpool.core.errors import InUse, InvalidRequest, NvpoolError
 from nvpool.node.admin.drives import waits_for
-from nvpool.node.admin.join_server import Reception
-from nvpool.node.coordination.etcd_members import EtcdKeeper
+from nvpool.node.admin.join_server import JoinServer
+from nvpool.node.coordination.etcd_members import EtcdMembers
 from nvpool.node.coordination.leadership import Leading
 from nvpool.poolmap.model import Node, PoolMap
 from nvpool.poolmap.nodes import lifecycle as node_lifecycle
@@ -52,8 +52,8 @@ class Nodes:
         self,
         node: int,
         leading: Leading,
-        reception: Reception | None,
-        etcd: EtcdKeeper | None,
+        reception: JoinServer | None,
+        etcd: EtcdMembers | None,
         *,
         used: Callable[[], Awaitable[dict[int, int]]],
         answers: Callable[[Node], Awaitable[bool]],

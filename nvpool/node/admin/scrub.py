@@ -21,7 +21,7 @@ _CALL_S = 5.0
 _RIGHT_MS = 60_000
 
 
-class Scrubbing:
+class ScrubCommands:
     def __init__(
         self, node: int, pool_map: Callable[[], PoolMap], dialer: Dialer, secret: Callable[[], bytes]
     ) -> None:

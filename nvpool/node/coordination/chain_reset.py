@@ -33,7 +33,7 @@ ASK_S = 2.0
 log = logging.getLogger("nvpool.node.coordination.chain_reset")
 
 
-class NewChains:
+class ChainReset:
     def __init__(
         self,
         leading: Leading,

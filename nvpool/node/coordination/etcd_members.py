@@ -16,7 +16,7 @@ import shutil
 from math import inf
 
 from nvpool.cluster.coordinator_api import WATCH_S_MAX
-from nvpool.cluster.coordinator_relay import HeldMap
+from nvpool.cluster.coordinator_relay import LastKnownMap
 from nvpool.cluster.etcd.client import answers_alone
 from nvpool.cluster.etcd.coordinator import EtcdCoordinator
 from nvpool.core.clock import SYSTEM_CLOCK
@@ -25,7 +25,7 @@ from nvpool.core.errors import InvalidRequest, NvpoolError, Refused, StaleIdenti
 from nvpool.host.pool_directory import PoolDirectory, write_whole
 from nvpool.meta.service_auth import ServiceRight
 from nvpool.node.coordination.leadership import Leading
-from nvpool.node.coordination.map_backend import MapKeeper
+from nvpool.node.coordination.map_backend import MapBackend
 from nvpool.node.coordination.peer_maps import ASK_S, away, newest_elsewhere
 from nvpool.poolmap.model import EtcdMember, Node, PoolMap
 from nvpool.poolmap.nodes import etcd_membership
@@ -51,9 +51,9 @@ _PRESENT = "etcd/"
 log = logging.getLogger("nvpool.node.coordination.etcd_members")
 
 
-class EtcdKeeper:
+class EtcdMembers:
     def __init__(
-        self, directory: PoolDirectory, config: Config, keeper: MapKeeper, leading: Leading, dialer: Dialer
+        self, directory: PoolDirectory, config: Config, keeper: MapBackend, leading: Leading, dialer: Dialer
     ):
         self._directory = directory
         self._node = directory.node
@@ -270,7 +270,7 @@ class EtcdKeeper:
         while True:
             await asyncio.sleep(_AGAIN_S)
             held = self._keeper.relay.inner
-            if not self._keeper.is_in_etcd or not isinstance(held, HeldMap):
+            if not self._keeper.is_in_etcd or not isinstance(held, LastKnownMap):
                 continue
             try:
                 newer = await newest_elsewhere(held.pool_map, self._node, self._dialer)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from nvpool.cluster.coordinator_api import MapCoordinator
-from nvpool.cluster.coordinator_relay import HeldMap, Relay
+from nvpool.cluster.coordinator_relay import LastKnownMap, Relay
 from nvpool.cluster.embedded_coordinator import EmbeddedCoordinator
 from nvpool.cluster.etcd.client import EtcdCertificates
 from nvpool.cluster.etcd.coordinator import EtcdCoordinator
@@ -80,7 +80,7 @@ EPOCHS_SKIPPED = 1000
 """Epochs that the map skips after a recovery: more than the lost ones that others may have seen."""
 
 
-class MapKeeper:
+class MapBackend:
     """Opens the node's coordinator and changes its kind. Other modules use `relay`."""
 
     def __init__(
@@ -106,7 +106,7 @@ class MapKeeper:
     @classmethod
     async def open(
         cls, directory: PoolDirectory, config: Config, on_fence: Callable[[str], None]
-    ) -> MapKeeper:
+    ) -> MapBackend:
         """Open the coordinator with a map in any case.
 
         While etcd does not answer, the local copy of the map is used. `on_fence` is called when this process
@@ -117,11 +117,11 @@ class MapKeeper:
             kv = await LmdbKv.open(directory.map, LmdbOptions(), on_fence=on_fence)
             inner: MapCoordinator = await EmbeddedCoordinator.open(kv, directory.publish)
             if location.kind == "moving":
-                held = HeldMap(inner.pool_map, "the pool map is on its way into etcd; try again")
+                held = LastKnownMap(inner.pool_map, "the pool map is on its way into etcd; try again")
                 await inner.close()
                 inner = held
         else:
-            inner = HeldMap(read_map(directory), _no_etcd(location.members))
+            inner = LastKnownMap(read_map(directory), _no_etcd(location.members))
         keeper = cls(directory, config, Relay(inner), location, on_fence)
         keeper._start_etcd()
         if location.kind != "embedded":
@@ -288,7 +288,7 @@ class MapKeeper:
         held = self.relay.inner
         if (
             self.is_in_etcd
-            and isinstance(held, HeldMap)
+            and isinstance(held, LastKnownMap)
             and not problems_of(held.pool_map, pool_map)
             and held.take(pool_map)
         ):
@@ -345,7 +345,7 @@ class MapKeeper:
         if self._going_on is not None:
             self._going_on.cancel()
             await asyncio.gather(self._going_on, return_exceptions=True)
-        await self.relay.switch(HeldMap(self.relay.pool_map, "etcd is being recovered; try again"))
+        await self.relay.switch(LastKnownMap(self.relay.pool_map, "etcd is being recovered; try again"))
         await self.start_again()
         self._begin_going_on()
         await asyncio.wait([self._going_on], timeout=_RECOVER_S)
@@ -452,7 +452,7 @@ class MapKeeper:
                 async with self.relay.turn:
                     self._put(msgspec.structs.replace(self._location, kind="moving"))
                     await self.relay.switch(
-                        HeldMap(self.relay.pool_map, "the pool map is on its way into etcd; try again")
+                        LastKnownMap(self.relay.pool_map, "the pool map is on its way into etcd; try again")
                     )
                 self._begin_going_on()
             if self._location.kind == "moving":

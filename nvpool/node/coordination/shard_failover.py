@@ -60,7 +60,7 @@ class _Lost(NamedTuple):
     """Term and time of its last heartbeat when this was decided."""
 
 
-class ShardKeeper:
+class ShardFailover:
     def __init__(
         self,
         pool_map: Callable[[], PoolMap],

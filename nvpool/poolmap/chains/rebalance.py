@@ -158,7 +158,7 @@ def taken_back(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
     return with_goals(with_targets(pool_map, back, desired_state="share")) if back else pool_map
 
 
-class Standing(NamedTuple):
+class ChainCounts(NamedTuple):
     """Numbers of chains by state, over all tables, used or not."""
 
     chains: int
@@ -173,7 +173,7 @@ class Standing(NamedTuple):
     """Copies of chains that still have to be made."""
 
 
-def standing(pool_map: PoolMap, serving: frozenset[int], table: int | None = None) -> Standing:
+def standing(pool_map: PoolMap, serving: frozenset[int], table: int | None = None) -> ChainCounts:
     """Count the chains of the whole map, or of one table; `serving` are the targets that respond."""
     counts: Counter[str] = Counter()
     for one in pool_map.tables:
@@ -187,7 +187,7 @@ def standing(pool_map: PoolMap, serving: frozenset[int], table: int | None = Non
             counts["without"] += not live
             counts["filled"] += bool(chain.joining)
             counts["to_copy"] += sum(target not in chain.targets for target in chain.goal)
-    return Standing(
+    return ChainCounts(
         counts["chains"],
         counts["full"],
         counts["short"],

@@ -25,7 +25,7 @@ cdef class ReplyTaker:
 
 
 cdef object note(connection, dict in_flight, on_done, double deadline_s, room, method, double now_s)
-"""Add a request to the connection's table as Asker._begin does, and return its number.
+"""Add a request to the connection's table as ClientConnection._begin does, and return its number.
 
 The caller sends it.
 """

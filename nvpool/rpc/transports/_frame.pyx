@@ -89,7 +89,7 @@ def hear(connection, reader, Py_ssize_t count):
     """Dispatch the successful replies among `count` bytes that a connection's FrameReader has just received.
 
     Starts with the bytes that were kept before and stops at the first frame that is no successful reply. The
-    replies complete requests as multiplexer.Asker does. A reply with a payload or a long message is
+    replies complete requests as multiplexer.ClientConnection does. A reply with a payload or a long message is
     dispatched only to a ReplyTaker. Returns -1 if all bytes were consumed; otherwise the caller passes the
     returned count to FrameReader.buffer_updated.
     """

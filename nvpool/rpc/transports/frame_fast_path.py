@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nvpool.rpc.api import Buffer
-    from nvpool.rpc.multiplexer import Answerer, InboundCall
-    from nvpool.rpc.peer_limits import Metered
+    from nvpool.rpc.multiplexer import InboundCall, ServerConnection
+    from nvpool.rpc.peer_limits import MeteredTransport
     from nvpool.rpc.stats import ReplyStats
     from nvpool.rpc.transports.frame import FrameReader
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         """What a fast path needs of a connection's end (rpc/transports/stream)."""
 
         _reader: FrameReader
-        _transport: asyncio.Transport | Metered
+        _transport: asyncio.Transport | MeteredTransport
         _out: list[Buffer]
         _out_bytes: int
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         def _stop_reading(self) -> None: ...
         def _go_on_reading(self) -> None: ...
 
-    class _ServerEnd(_ClientEnd, Answerer):
+    class _ServerEnd(_ClientEnd, ServerConnection):
         """What it needs of a server's end."""
 
         fast_path: FastPath | None

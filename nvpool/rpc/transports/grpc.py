@@ -47,7 +47,7 @@ from nvpool.rpc.api import (
 )
 from nvpool.rpc.error_codec import decode_error, encode_error
 from nvpool.rpc.handshake import HELLO_S, check_hello, encode_hello
-from nvpool.rpc.multiplexer import Answerer, Asker
+from nvpool.rpc.multiplexer import ClientConnection, ServerConnection
 from nvpool.rpc.peer_limits import Limits, Share
 from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.transports.frame import CANCEL, EMPTY, HELLO, REPLY, REQUEST
@@ -197,7 +197,7 @@ class _Sending:
         raise NotImplementedError
 
 
-class GrpcConnection(_Sending, Asker):
+class GrpcConnection(_Sending, ClientConnection):
     """Client end: a channel with one stream, a reading task and a writing task."""
 
     def __init__(
@@ -210,7 +210,9 @@ class GrpcConnection(_Sending, Asker):
         member: str = "",
     ) -> None:
         """With `identity` the connection uses TLS and accepts only `member` as the server."""
-        Asker.__init__(self, asyncio.get_running_loop(), Peer(endpoint, endpoint, False, member), clock)
+        ClientConnection.__init__(
+            self, asyncio.get_running_loop(), Peer(endpoint, endpoint, False, member), clock
+        )
         _Sending.__init__(self)
         self._greeting = greeting
         if identity is None:
@@ -328,11 +330,11 @@ class GrpcConnection(_Sending, Asker):
         await asyncio.shield(self._end("closed here"))
 
 
-class _GrpcServed(_Sending, Answerer):
+class _GrpcServed(_Sending, ServerConnection):
     """Server end of one stream; lives as long as its coroutine in the gRPC server."""
 
     def __init__(self, listener: GrpcListener, context: Any) -> None:
-        Answerer.__init__(
+        ServerConnection.__init__(
             self,
             listener.handler,
             Peer("somebody", _address(context.peer()), False),
@@ -416,7 +418,7 @@ class _GrpcServed(_Sending, Answerer):
         self._share = share if share.limited else None
         return None
 
-    # -- interface that limits need of a connection: rpc/peer_limits.Limited
+    # -- interface that limits need of a connection: rpc/peer_limits.LimitedConnection
 
     def unfinished(self) -> None:
         """Return None: gRPC does not report how much of a message it has received."""

@@ -17,7 +17,7 @@ from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.errors import CorruptFrame, InUse, Unreachable
 from nvpool.rpc.api import Buffer, Connection, Greeting, Handler, Listener
 from nvpool.rpc.handshake import check_hello, encode_hello
-from nvpool.rpc.multiplexer import Answerer, Asker
+from nvpool.rpc.multiplexer import ClientConnection, ServerConnection
 from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.transports.frame import CANCEL, EMPTY, HELLO, REPLY, REQUEST
 
@@ -82,7 +82,7 @@ class InprocTransport:
             loop.call_soon(deliver, *frame)
 
 
-class InprocConnection(Asker):
+class InprocConnection(ClientConnection):
     def __init__(self, transport: InprocTransport, endpoint: str, name: str) -> None:
         super().__init__(asyncio.get_running_loop(), Peer(name, endpoint, True), transport.clock)
         self.carry = transport.carry
@@ -132,7 +132,7 @@ class InprocConnection(Asker):
         self.lose("closed here")
 
 
-class _InprocServed(Answerer):
+class _InprocServed(ServerConnection):
     def __init__(self, asking: InprocConnection, listener: InprocListener, peer: Peer) -> None:
         super().__init__(listener.handler, peer, listener.transport.clock, transport="inproc")
         self.client_side = asking

@@ -68,7 +68,7 @@ from nvpool.rpc.transports.stream import (
 if TYPE_CHECKING:
     import socket
 
-    from nvpool.rpc.peer_limits import Metered
+    from nvpool.rpc.peer_limits import MeteredTransport
     from nvpool.security.tls import TlsIdentity
 
     _StreamBase = StreamTransport
@@ -586,7 +586,7 @@ class RdmaListener(StreamListener):
                 self.turning.close()
             raise
 
-    def offered(self, transport: asyncio.BaseTransport | Metered) -> str:
+    def offered(self, transport: asyncio.BaseTransport | MeteredTransport) -> str:
         """UCX transports to offer on this connection. "" if there is no device or the peer's network is not
         allowed."""
         if self.turning is None or self.turning.closed:

@@ -39,8 +39,8 @@ from nvpool.core.errors import (
 from nvpool.rpc.api import Buffer, Greeting, Handler, Listener
 from nvpool.rpc.error_codec import decode_error, encode_error
 from nvpool.rpc.handshake import HELLO_S, check_hello, encode_hello
-from nvpool.rpc.multiplexer import Answerer, Asker
-from nvpool.rpc.peer_limits import Limits, Metered, Share
+from nvpool.rpc.multiplexer import ClientConnection, ServerConnection
+from nvpool.rpc.peer_limits import Limits, MeteredTransport, Share
 from nvpool.rpc.peer_roles import Peer, with_address
 from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST, FrameReader, pack_head
 from nvpool.rpc.transports.frame_fast_path import ReplyFastPath, RequestFastPath
@@ -83,7 +83,7 @@ class _End(asyncio.BufferedProtocol):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._stream_loop = loop
         # None until `connection_made`, which the loop calls before anything else.
-        self._transport: asyncio.Transport | Metered = None  # type: ignore[assignment]  # see above
+        self._transport: asyncio.Transport | MeteredTransport = None  # type: ignore[assignment]  # see above
         self._reader = FrameReader(self._deliver, self._place)
         self.get_buffer = self._reader.get_buffer  # type: ignore[method-assign]  # saves a call per receive
         self._out: list[Buffer] = []
@@ -234,7 +234,7 @@ class _End(asyncio.BufferedProtocol):
         raise NotImplementedError
 
 
-class StreamConnection(ReplyFastPath, _End, Asker):
+class StreamConnection(ReplyFastPath, _End, ClientConnection):
     """Client end, made by the transports' `connect`."""
 
     def __init__(
@@ -247,7 +247,7 @@ class StreamConnection(ReplyFastPath, _End, Asker):
         identity: TlsIdentity | None = None,
     ) -> None:
         """With `identity` the connection uses TLS."""
-        Asker.__init__(self, loop, Peer(endpoint, endpoint, local), clock)
+        ClientConnection.__init__(self, loop, Peer(endpoint, endpoint, local), clock)
         _End.__init__(self, loop)
         self._greeting = greeting
         self._identity = identity
@@ -357,11 +357,11 @@ class StreamConnection(ReplyFastPath, _End, Asker):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", not wanted, 0))
 
 
-class StreamServed(RequestFastPath, _End, Answerer):
+class StreamServed(RequestFastPath, _End, ServerConnection):
     """Server end of one connection."""
 
     def __init__(self, listener: StreamListener) -> None:
-        Answerer.__init__(
+        ServerConnection.__init__(
             self,
             listener.handler,
             Peer("somebody", "", listener.local),
@@ -394,7 +394,7 @@ class StreamServed(RequestFastPath, _End, Answerer):
         if share.limited:
             self._share = share
             self._reader.admit = self._admit
-            self._transport = Metered(cast("asyncio.Transport", transport))
+            self._transport = MeteredTransport(cast("asyncio.Transport", transport))
 
     def _refuse(self, error: NvpoolError) -> None:
         code, message = encode_error(error)
@@ -411,14 +411,14 @@ class StreamServed(RequestFastPath, _End, Answerer):
             raise CorruptFrame(f"a frame of kind {kind} with {count} bytes out of place")
         return self._share is None or self._share.admit(count)
 
-    # -- interface that limits need of a connection: rpc/peer_limits.Limited
+    # -- interface that limits need of a connection: rpc/peer_limits.LimitedConnection
 
     def unfinished(self) -> tuple[bytes, int] | None:
         return self._reader.unfinished() if self._greeted else None
 
     def unsent(self) -> tuple[int, int]:
         transport = self._transport
-        sent = transport.sent if isinstance(transport, Metered) else 0
+        sent = transport.sent if isinstance(transport, MeteredTransport) else 0
         return transport.get_write_buffer_size(), sent
 
     def hold_back(self) -> None:

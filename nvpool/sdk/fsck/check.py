@@ -38,7 +38,7 @@ from nvpool.sdk.chunk_locations import CHUNKS_PER_REQUEST, chunks_on
 from nvpool.sdk.fsck.lost_files import lost_files
 from nvpool.sdk.fsck.metadata import check_names
 from nvpool.sdk.fsck.replicas import Copies, service_right
-from nvpool.sdk.fsck.report import Checkup, PoolProblem
+from nvpool.sdk.fsck.report import FsckReport, PoolProblem
 
 if TYPE_CHECKING:
     from nvpool.client.pool_client import Client
@@ -52,7 +52,7 @@ COLLECTIONS_MAX = 100
 
 async def check(
     client: Client,
-    checkup: Checkup,
+    checkup: FsckReport,
     *,
     repair: bool = False,
     scrub: bool = True,
@@ -70,13 +70,13 @@ async def check(
     await _Check(client, checkup, repair, grant_secret).run(scrub)
 
 
-async def check_metadata(client: Client, checkup: Checkup, *, repair: bool = False) -> None:
+async def check_metadata(client: Client, checkup: FsckReport, *, repair: bool = False) -> None:
     """Run only the first pass, the metadata check, as `check` does."""
     await check_names(client, checkup, repair)
 
 
 class _Check:
-    def __init__(self, client: Client, checkup: Checkup, repair: bool, grant_secret: bytes | None) -> None:
+    def __init__(self, client: Client, checkup: FsckReport, repair: bool, grant_secret: bytes | None) -> None:
         self._client, self._vfs = client, client.vfs
         self._asking = AdminCalls(client)
         self._paths = PathFinder(lambda: client.pool_map, client.dialer, client.clock)

@@ -38,7 +38,7 @@ PAUSE_S = 0.05
 Step = tuple[int, int, int]  # directory, parent, counter of changes
 
 
-class Climbs:
+class DirectoryLoops:
     def __init__(self, client: Client, asking: AdminCalls) -> None:
         self._client = client
         self._asking = asking

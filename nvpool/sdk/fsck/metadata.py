@@ -35,8 +35,8 @@ from nvpool.rpc.messages.fsck_sums import (
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 from nvpool.sdk.admin.daemon_calls import AdminCalls
 from nvpool.sdk.admin.snapshot_barrier import BarrierCursors, walk_at_all
-from nvpool.sdk.fsck.directory_loops import Climbs
-from nvpool.sdk.fsck.report import PROBLEMS_KEPT_MAX, Checkup, PoolProblem
+from nvpool.sdk.fsck.directory_loops import DirectoryLoops
+from nvpool.sdk.fsck.report import PROBLEMS_KEPT_MAX, FsckReport, PoolProblem
 
 if TYPE_CHECKING:
     from nvpool.client.pool_client import Client
@@ -52,13 +52,13 @@ AGAIN_S, AGAIN_S_MAX = 0.02, 0.5
 """Delays before a partition is queried again, while its shard is closed or unknown."""
 
 
-async def check_names(client: Client, checkup: Checkup, repair: bool) -> None:
+async def check_names(client: Client, checkup: FsckReport, repair: bool) -> None:
     """Record every metadata problem in `checkup`. Errors: those of `check`; Busy as in `walk_at_all`."""
     await _Names(client, checkup, repair).run()
 
 
 class _Names:
-    def __init__(self, client: Client, checkup: Checkup, repair: bool) -> None:
+    def __init__(self, client: Client, checkup: FsckReport, repair: bool) -> None:
         self._client = client
         self._asking = AdminCalls(client)
         self._checkup = checkup
@@ -68,7 +68,7 @@ class _Names:
         """Attributes of striped directories, by shard."""
         self._noted: set[tuple[str, str]] = set()
         self._is_whole = True
-        self._climbs = Climbs(client, self._asking)
+        self._climbs = DirectoryLoops(client, self._asking)
 
     async def run(self) -> None:
         await walk_at_all(self._client, self._walk_all, self._on_restart, repair=self._repair)
@@ -80,7 +80,7 @@ class _Names:
         two snapshot barriers do not add up."""
         self._checkup.restarts.append(reason)
         self._checkup.records, self._is_whole = 0, True
-        self._sums, self._copies, self._climbs = {}, {}, Climbs(self._client, self._asking)
+        self._sums, self._copies, self._climbs = {}, {}, DirectoryLoops(self._client, self._asking)
 
     async def _walk_all(self, begun: BarrierCursors) -> None:
         before, passed = self._checkup.records, set()

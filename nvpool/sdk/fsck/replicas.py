@@ -25,7 +25,7 @@ from nvpool.poolmap.file_layout import chain_of
 from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
 from nvpool.sdk.admin.daemon_calls import AdminCalls
 from nvpool.sdk.chunk_locations import chunks_on
-from nvpool.sdk.fsck.report import Checkup, PoolProblem
+from nvpool.sdk.fsck.report import FsckReport, PoolProblem
 
 if TYPE_CHECKING:
     from nvpool.client.pool_client import Client
@@ -72,7 +72,7 @@ def service_right(secret: bytes) -> bytes:
 
 
 class Copies:
-    def __init__(self, client: Client, asking: AdminCalls, checkup: Checkup, secret: bytes | None) -> None:
+    def __init__(self, client: Client, asking: AdminCalls, checkup: FsckReport, secret: bytes | None) -> None:
         """With `secret`, differences are repaired."""
         self._client = client
         self._asking = asking

@@ -18,7 +18,7 @@ class PoolProblem(NamedTuple):
 
 
 @dataclass
-class Checkup:
+class FsckReport:
     """Progress and problems of one run of `check`; may be read while the check runs."""
 
     stage: str = "metadata"

@@ -65,17 +65,17 @@ from nvpool.store.chunks.api import (
     MustWait,
     Placed,
     ReadBatch,
-    Room,
     ScrubStep,
     StoreOptions,
+    VolumeReservation,
     check_table,
     lock_store,
 )
-from nvpool.store.chunks.chunk_transfer import WholeChunks
+from nvpool.store.chunks.chunk_transfer import ChunkTransfer
 from nvpool.store.chunks.index import Chunk, Index
 from nvpool.store.chunks.location_leases import LocationLeases
 from nvpool.store.chunks.partial_writes import Merger
-from nvpool.store.chunks.read_batch import BlockBatchReader, Readings, located
+from nvpool.store.chunks.read_batch import BlockBatchReader, DriveReads, located
 from nvpool.store.chunks.recovery import ReplayCheck, settle_rejected
 from nvpool.store.chunks.scrub_pass import Scrub
 from nvpool.store.disk import write_verifier
@@ -180,7 +180,7 @@ async def open_block_store(
     return store
 
 
-class BlockChunkStore(WholeChunks):
+class BlockChunkStore(ChunkTransfer):
     """Chunk store on a `Device` and a kv index. `open_block_store` creates it.
 
     Tests create it directly over fakes, then call `attach(kv)`.
@@ -215,7 +215,7 @@ class BlockChunkStore(WholeChunks):
     async def attach(self, kv: Kv, identity: bytes = b"") -> None:
         """Take the index and resolve what a replay left. WrongFormat: it belongs to another data file."""
         self.kv = kv
-        self.readings = Readings(kv)
+        self.readings = DriveReads(kv)
         # O_DIRECT bypasses the page cache, so a client could not read anything fast
         direct = self.device.direct
         self.location_leases = LocationLeases(
@@ -248,7 +248,7 @@ class BlockChunkStore(WholeChunks):
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def read_now(
-        self, reads: bytes, owners: Sequence[int], verify: bool = False, room: Room | None = None
+        self, reads: bytes, owners: Sequence[int], verify: bool = False, room: VolumeReservation | None = None
     ) -> ReadBatch:
         if self.fenced_because or self.closed:
             self._refuse()

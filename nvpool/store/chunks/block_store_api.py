@@ -16,7 +16,7 @@ from nvpool.store.chunks.api import ChunkCopy, ChunkStore
 from nvpool.store.chunks.index import Chunk, Index
 from nvpool.store.chunks.location_leases import LocationLeases
 from nvpool.store.chunks.partial_writes import Merger
-from nvpool.store.chunks.read_batch import Readings
+from nvpool.store.chunks.read_batch import DriveReads
 from nvpool.store.disk.allocator import Allocator, Run, Transaction
 from nvpool.store.disk.bad_blocks import Quarantine
 from nvpool.store.disk.device import Device
@@ -35,7 +35,7 @@ class BlockStore(ChunkStore, Protocol):
     allocator: Allocator
     quarantine: Quarantine
     location_leases: LocationLeases
-    readings: Readings
+    readings: DriveReads
     merger: Merger
     room: SpaceReserve
 

@@ -7,7 +7,7 @@ chunks installed together). So a replay has nothing to check, and a loss of powe
 new one. A block that was bad at its source gets zeros under its correct checksum: a reader gets the mismatch
 here as there.
 
-The block store inherits from `WholeChunks`; callers use the ChunkStore interface.
+The block store inherits from `ChunkTransfer`; callers use the ChunkStore interface.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _LOST_CRC = LOST_CHECKSUM.to_bytes(4, "little")
 _LAST_INDEX = 0xFFFFFFFF
 
 
-class WholeChunks:
+class ChunkTransfer:
     """Chunk transfer methods; all attributes that they use belong to the block store."""
 
     def versions(

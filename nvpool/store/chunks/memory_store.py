@@ -43,9 +43,9 @@ from nvpool.store.chunks.api import (
     InodeCut,
     Placed,
     ReadBatch,
-    Room,
     ScrubStep,
     VersionsStep,
+    VolumeReservation,
     check_copy,
     check_table,
 )
@@ -87,7 +87,7 @@ class MemoryChunkStore:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def read_now(
-        self, reads: bytes, owners: Sequence[int], verify: bool = False, room: Room | None = None
+        self, reads: bytes, owners: Sequence[int], verify: bool = False, room: VolumeReservation | None = None
     ) -> ReadBatch:
         self._refuse_when_fenced()
         if len(reads) % _READ.size:

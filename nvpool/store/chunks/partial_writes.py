@@ -15,7 +15,7 @@ from nvpool.core.units import BLOCK_BYTES
 from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks.api import MustWait
 from nvpool.store.chunks.index import Chunk, Index
-from nvpool.store.chunks.read_batch import Readings
+from nvpool.store.chunks.read_batch import DriveReads
 from nvpool.store.disk.device import Device
 from nvpool.store.disk.index_records import SEGMENT_BITS, SEGMENT_MASK
 
@@ -25,7 +25,7 @@ _WARM_MAX = 256
 
 
 class Merger:
-    def __init__(self, index: Index, device: Device, readings: Readings, note_bad):
+    def __init__(self, index: Index, device: Device, readings: DriveReads, note_bad):
         self._index = index
         self._device = device
         self._readings = readings

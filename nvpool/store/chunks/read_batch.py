@@ -36,7 +36,7 @@ from nvpool.store.chunks.api import (
     UNCHECKED,
     LocatedBlocks,
     ReadBatch,
-    Room,
+    VolumeReservation,
 )
 from nvpool.store.chunks.index import Chunk, Index
 from nvpool.store.disk.bad_blocks import Quarantine
@@ -52,7 +52,7 @@ _BLOCK_MASK = BLOCK_BYTES - 1
 _NOTHING = memoryview(b"")
 
 
-class Readings:
+class DriveReads:
     """Reads that wait for the drive. No write gets the blocks of such a read before the read ends."""
 
     def __init__(self, kv: Kv):
@@ -135,7 +135,7 @@ The look-up saves 3 % of 7 µs for each read with 8 reads, and 11 % with 1,024.
 
 
 class BlockBatchReader:
-    def __init__(self, index: Index, device: Device, readings: Readings, quarantine: Quarantine):
+    def __init__(self, index: Index, device: Device, readings: DriveReads, quarantine: Quarantine):
         self._index = index
         self._device = device
         self._readings = readings
@@ -144,7 +144,7 @@ class BlockBatchReader:
         self.read_count = 0
         self.missed_count = 0
 
-    def begin(self, reads: bytes, owners, verify: bool, room: Room | None = None) -> ReadBatch:
+    def begin(self, reads: bytes, owners, verify: bool, room: VolumeReservation | None = None) -> ReadBatch:
         """See ChunkStore.read_now."""
         if len(reads) % READ.size:
             raise InvalidRequest(f"{len(reads)} bytes are not whole read headers")

@@ -16,7 +16,7 @@ from nvpool.poolmap.model import PoolMap
 from nvpool.store.chunks.api import ChunkStore
 from nvpool.store.maintenance.orphan_chunks import OrphanChunks
 from nvpool.store.maintenance.repair import Repair
-from nvpool.store.maintenance.scrub_schedule import INTERVAL_S, SCRUB_BYTES_PER_S, Rounds
+from nvpool.store.maintenance.scrub_schedule import INTERVAL_S, SCRUB_BYTES_PER_S, ScrubSchedule
 from nvpool.store.replication.peer_connections import PeerDialer
 from nvpool.store.replication.resync import Resync
 from nvpool.store.replication.transfer_client import OtherTargets
@@ -29,7 +29,7 @@ The limit is a fifth of the bytes that one core of a store moves, so that servin
 """
 
 
-class Upkeep:
+class BackgroundWork:
     def __init__(
         self,
         store: ChunkStore,
@@ -58,7 +58,7 @@ class Upkeep:
             store, target, clock, self.throttle, on_fail, is_caught_up=is_caught_up
         )
         self.repair = Repair(store, target, self.others, clock, self.throttle, on_fail)
-        self.rounds = Rounds(
+        self.rounds = ScrubSchedule(
             store,
             target,
             self.repair,

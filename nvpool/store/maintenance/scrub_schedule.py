@@ -40,7 +40,7 @@ _SLEEP_S_MAX = 3600.0
 ORDERS = ("start", "pause", "resume", "stop")
 
 
-class Round(msgspec.Struct):
+class ScrubRound(msgspec.Struct):
     began_ms: int
     ended_ms: int = 0
     blocks: int = 0
@@ -58,11 +58,11 @@ class ScrubState(msgspec.Struct):
     since_ms: int
     cursor: str = ""
     paused: bool = False
-    now: Round | None = None
-    last: Round | None = None
+    now: ScrubRound | None = None
+    last: ScrubRound | None = None
 
 
-class Rounds:
+class ScrubSchedule:
     """Scrub schedule of one target. `interval_s` 0: rounds start only on an admin command."""
 
     def __init__(
@@ -155,7 +155,9 @@ class Rounds:
 
     def _begin(self) -> None:
         self.kept.cursor, self._speed = "", None
-        self.kept.now = Round(self._now_ms(), blocks_total=self._store.status()["used_bytes"] // BLOCK_BYTES)
+        self.kept.now = ScrubRound(
+            self._now_ms(), blocks_total=self._store.status()["used_bytes"] // BLOCK_BYTES
+        )
         log.info("target %d: a round of scrubbing begins", self._target)
 
     # -- the work ----------------------------------------------------------------------------------------------------------
@@ -249,7 +251,7 @@ class Rounds:
 
     def status(self) -> pb.Scrubbing:
         kept = self.kept
-        now, last = kept.now or Round(0), kept.last or Round(0)
+        now, last = kept.now or ScrubRound(0), kept.last or ScrubRound(0)
         left_s = -1.0
         if self._speed is not None and now.blocks > self._speed[1]:
             left_s = max(

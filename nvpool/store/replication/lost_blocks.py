@@ -19,7 +19,7 @@ Owners = tuple[list[int], list[int]]
 """For each grant of a read batch: the inode or ALL_INODES, and its chain table (0: unknown)."""
 
 
-class Losing:
+class LostBlocks:
     """Lost data by chain. False if nothing was lost: then no check is needed."""
 
     def __init__(self, store: ChunkStore, target: int) -> None:

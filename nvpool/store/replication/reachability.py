@@ -27,7 +27,7 @@ CONNECT_S = 1.5
 """Timeout of a connection to a target: a host that is up answers in milliseconds."""
 
 
-class Reach:
+class ReachabilityProbe:
     """Prober of suspected targets.
 
     `unreachable` is the set to report. `on_change` is called when the set has changed.

@@ -34,7 +34,7 @@ from nvpool.poolmap.chains.chain_set import ChainSet
 from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.store.chunks.api import ChunkCopy, ChunkState, ChunkStore, ChunkVersion
-from nvpool.store.replication.tombstones import Guard
+from nvpool.store.replication.tombstones import Tombstones
 from nvpool.store.replication.transfer_client import Fetched, OtherTargets
 from nvpool.store.replication.transfer_server import FETCH_BYTES, FETCH_CHUNKS_MAX
 from nvpool.store.throttle import Throttle
@@ -136,7 +136,7 @@ class Resync:
         self._clock = clock
         self._throttle = throttle
         self._on_fail = on_fail
-        self.guard = Guard()
+        self.guard = Tombstones()
         self.equal: dict[Chain, int] = {}
         """Joined chains that are complete here, with their epoch at that time. For the manager."""
         self.progress = ResyncProgress()

@@ -21,7 +21,7 @@ from nvpool.security.volume_keys import VolumeKey
 from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks.api import ChunkStore, Placed
 from nvpool.store.replication.chain_writes import ChainWrites, Pending
-from nvpool.store.replication.lost_blocks import Losing
+from nvpool.store.replication.lost_blocks import LostBlocks
 from nvpool.store.replication.peer_connections import PeerDialer, ReplicaPeers, Write
 
 
@@ -51,7 +51,7 @@ class Replica:
         self._places: dict[int, list[ChainPosition | None]] = {}
         self.shares = False
         """Whether any chain of this target has another member."""
-        self.losing = Losing(store, target)
+        self.losing = LostBlocks(store, target)
         self.peers = None if dialer is None else ReplicaPeers(target, dialer, clock, secret)
         self.writes: ChainWrites | None = (
             None

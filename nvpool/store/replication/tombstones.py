@@ -19,7 +19,7 @@ from nvpool.store.chunks.api import ChunkCopy
 REMEMBERED_MAX = 100_000
 
 
-class Guard:
+class Tombstones:
     def __init__(self) -> None:
         self.active = False
         """Whether every truncation and removal is remembered; otherwise only inside `watching`."""

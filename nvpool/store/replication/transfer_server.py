@@ -4,7 +4,7 @@ The server answers only services of the pool, only for chains that this target h
 if the requester does not know a newer map. So the requester gets the state of the chain, and every write
 after the answer is passed on to the requester.
 
-The users are `store/server/service` (`Giving`) and `store/replication/resync` (the rest).
+The users are `store/server/service` (`TransferServer`) and `store/replication/resync` (the rest).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ An answer below this limit may exceed it with its last chunk.
 FETCH_CHUNKS_MAX = 64
 
 
-class Giving:
+class TransferServer:
     """Handlers of transfer requests.
 
     The service supplies these callbacks: `parse` decodes and checks the message of a call, `authority` raises

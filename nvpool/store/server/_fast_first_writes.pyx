@@ -97,7 +97,7 @@ cdef bytes numbered_group(uint8_t kind, uint32_t group):
     return PyBytes_FromStringAndSize(<const char *>key, 5)
 
 
-cdef class Unknown:
+cdef class UnknownInodes:
     """Set of inodes of which the index certainly has nothing, known without a look-up.
 
     The highest inode number of each partition in the index is looked up once. Later inodes are added as the
@@ -228,9 +228,9 @@ cdef bytes delta_record(array.array deltas, Py_ssize_t count, bint is_longer, ui
     return record
 
 
-cdef class NewWrites:
+cdef class FastFirstWrites:
     cdef object _store, _index, _kv, _allocator, _quarantine, _location_leases, _device, _replica, _serving_lease, _clock, _signing
-    cdef readonly Unknown unknown
+    cdef readonly UnknownInodes unknown
     cdef dict _grants
     cdef uint8_t _target
     cdef int _fd
@@ -245,7 +245,7 @@ cdef class NewWrites:
         self._location_leases, self._device, self._fd = store.location_leases, store.device, store.device.fd
         self._clock, self._is_system = clock, type(clock) is SystemClock
         self._signing = blake2b(key=secret, digest_size=MAC_BYTES)
-        self.unknown = Unknown(store.kv)
+        self.unknown = UnknownInodes(store.kv)
         store.kv.on_apply = self.unknown.record_changes
 
     cdef double _now_s(self) except -1:

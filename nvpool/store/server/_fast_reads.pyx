@@ -93,7 +93,7 @@ cdef uint8_t *rooms[ROOMS_MAX]
 cdef Py_ssize_t rooms_free = 0, rooms_made = 0
 
 
-cdef class Large:
+cdef class LargeReply:
     """Reply frame with many blocks, which begin at a page border, in reused memory.
 
     The memory is reused when nothing refers to the frame any more. If each answer took its pages from the
@@ -117,14 +117,14 @@ cdef class Large:
             rooms_free += 1
 
 
-cdef Large large_answer(Py_ssize_t before, Py_ssize_t length):
+cdef LargeReply large_answer(Py_ssize_t before, Py_ssize_t length):
     """Allocate a frame with `before` bytes of head and message and `length` bytes of blocks.
 
     Returns None if too many frames are in use.
     """
     global rooms_free, rooms_made
     cdef uint8_t *more
-    cdef Large made
+    cdef LargeReply made
     if not rooms_free:
         more = huge_page() if rooms_made < ROOMS_MAX else NULL
         if more is NULL:
@@ -133,13 +133,13 @@ cdef Large large_answer(Py_ssize_t before, Py_ssize_t length):
             rooms[rooms_free] = more + rooms_free * ROOM_BYTES
             rooms_free += 1
         rooms_made += rooms_free
-    made = Large.__new__(Large)
+    made = LargeReply.__new__(LargeReply)
     rooms_free -= 1
     made.room, made.frame, made.length = rooms[rooms_free], rooms[rooms_free] + PAGE - before, before + length
     return made
 
 
-cdef class Cold:
+cdef class ColdRead:
     """Read that waits for the drive, in place of an InboundCall in its connection's table.
 
     The object keeps the memory that the kernel writes to, even if the client has gone by then. `reply` is the
@@ -172,7 +172,7 @@ cdef class FastReads:
 
     cdef public uint64_t epoch
     cdef public bint open
-    cdef public object writes  # fast path for writes, _fast_first_writes.NewWrites, or None
+    cdef public object writes  # fast path for writes, _fast_first_writes.FastFirstWrites, or None
     cdef uint8_t _target
     cdef int _fd
     cdef bint _is_system
@@ -238,13 +238,13 @@ cdef class FastReads:
                 break
             at += FRAME_BYTES
             reply_stats.begun += 1
-            if type(found) is Cold:
-                (<Cold>found).since_s = since_s
+            if type(found) is ColdRead:
+                (<ColdRead>found).since_s = since_s
                 continue
-            if type(found) is Large:
-                length = get32((<Large>found).frame + 20)
+            if type(found) is LargeReply:
+                length = get32((<LargeReply>found).frame + 20)
                 out.append(memoryview(found))
-                total += (<Large>found).length
+                total += (<LargeReply>found).length
             else:
                 length = get32(<const uint8_t *>PyBytes_AS_STRING(found) + 20)
                 out.append(found)
@@ -279,7 +279,7 @@ cdef class FastReads:
         cdef PyObject *found
         cdef bytes crcs
         cdef array.array disk
-        cdef Large large = None
+        cdef LargeReply large = None
         cdef object reply
         cdef object grant, chunk, segment, name
         cdef list segments
@@ -396,9 +396,9 @@ cdef class FastReads:
             self._loop.add_reader(self._ring.fileno, self.reap)
         return True
 
-    cdef Cold _begin(self, const uint8_t *at, dict in_work, side, reply, Py_ssize_t start, uint8_t *into, int fd,
+    cdef ColdRead _begin(self, const uint8_t *at, dict in_work, side, reply, Py_ssize_t start, uint8_t *into, int fd,
                      uint64_t place, uint32_t length):
-        cdef Cold one = Cold.__new__(Cold)
+        cdef ColdRead one = ColdRead.__new__(ColdRead)
         cdef uint32_t number = get32(at + 8)
         one.side, one.reply, one.length, one.epoch = side, reply, length, self.epoch
         one.number, one.deadline_ms, one.start = number, get32(at + 12), start
@@ -436,14 +436,14 @@ cdef class FastReads:
         cdef uint64_t token
         cdef int result
         cdef Py_ssize_t count = REAP_MAX, total = 0
-        cdef Cold one
+        cdef ColdRead one
         cdef list sides
         if self._ring is None:
             return
         while count == REAP_MAX or total >= OUT_BYTES_MAX:
             count, total, sides = 0, 0, []
             while count < REAP_MAX and total < OUT_BYTES_MAX and self._ring.take(&token, &result):
-                one = <Cold><void *>token
+                one = <ColdRead><void *>token
                 Py_DECREF(one)
                 self._inside -= 1
                 count += 1
@@ -461,7 +461,7 @@ cdef class FastReads:
                 if side._on_idle is not None and not side._in_work:
                     side._on_idle()
 
-    cdef int _ended(self, Cold one, int result, list sides) except -1:
+    cdef int _ended(self, ColdRead one, int result, list sides) except -1:
         cdef object side = one.side
         cdef Py_ssize_t length
         del side._in_work[one.number]
@@ -475,9 +475,9 @@ cdef class FastReads:
             return 0
         self._reader.missed_count += 1
         self._count(side._reply_stats, one.length, self._now_s() - one.since_s)
-        if type(one.reply) is Large:
+        if type(one.reply) is LargeReply:
             side._out.append(memoryview(one.reply))
-            side._out_bytes += (<Large>one.reply).length
+            side._out_bytes += (<LargeReply>one.reply).length
         elif one.is_direct:
             length = get32(<const uint8_t *>PyBytes_AS_STRING(one.reply) + one.start + 16) + HEADER_BYTES + one.length
             side._out.append(memoryview(one.reply)[one.start:one.start + length])
@@ -487,7 +487,7 @@ cdef class FastReads:
             side._out_bytes += PyBytes_GET_SIZE(one.reply)
         return 0
 
-    cdef int _otherwise(self, Cold one) except -1:
+    cdef int _otherwise(self, ColdRead one) except -1:
         """Pass the read to the slow path as if it arrived now; the slow path reports any error."""
         cdef double left_s = one.since_s + one.deadline_ms / 1000.0 - self._now_s()
         one.side._reply_stats.begun -= 1
@@ -500,7 +500,7 @@ cdef class FastReads:
 
         Data that arrives for them is dropped.
         """
-        cdef Cold one
+        cdef ColdRead one
         cdef dict waits = self._waits
         self._waits = {}
         for one in waits:

@@ -11,14 +11,14 @@ from nvpool.core.errors import NotSupported
 from nvpool.rpc.api import Call
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.store.chunks.api import ChunkStore
-from nvpool.store.maintenance.background import Upkeep
+from nvpool.store.maintenance.background import BackgroundWork
 
 
-class Orders:
+class StoreAdminHandlers:
     def __init__(
         self,
         store: ChunkStore,
-        upkeep: Upkeep | None,
+        upkeep: BackgroundWork | None,
         *,
         parse: Callable,
         authority: Callable[[bytes], None],
@@ -80,7 +80,7 @@ class Orders:
         )
         call.reply(pb.PullReply(map_epoch=self._epoch(), version=version).SerializeToString())
 
-    def _of_others(self) -> Upkeep:
+    def _of_others(self) -> BackgroundWork:
         if self._upkeep is None:
             raise NotSupported("this store does nothing by itself")
         return self._upkeep

@@ -66,7 +66,7 @@ def answer_new_writes(service: FirstWriteService, secret: bytes) -> None:
         return
     # `on_apply` reports each change, so it must be free
     if type(store.kv) is LmdbKv and store.kv.on_apply is None:
-        reads.writes = _fast_first_writes.NewWrites(
+        reads.writes = _fast_first_writes.FastFirstWrites(
             service.target,
             service.known_grants,
             secret,

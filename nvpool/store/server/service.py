@@ -62,21 +62,21 @@ from nvpool.security.volume_keys import PoolKeys, VolumeKey
 from nvpool.store.chunks.api import ALL_INODES, NO_INODE, ChunkStore, ReadBatch
 from nvpool.store.chunks.location_leases import encode_said
 from nvpool.store.chunks.read_batch import READ
-from nvpool.store.maintenance.background import RESYNC_BYTES_PER_S, Upkeep
+from nvpool.store.maintenance.background import RESYNC_BYTES_PER_S, BackgroundWork
 from nvpool.store.maintenance.scrub_schedule import INTERVAL_S, SCRUB_BYTES_PER_S
 from nvpool.store.replication.lost_blocks import Owners
 from nvpool.store.replication.peer_connections import PeerDialer, peer_write
 from nvpool.store.replication.role import Replica
-from nvpool.store.replication.transfer_server import Giving
-from nvpool.store.server.admin_handlers import Orders
+from nvpool.store.replication.transfer_server import TransferServer
+from nvpool.store.server.admin_handlers import StoreAdminHandlers
 from nvpool.store.server.fast_first_writes import answer_new_writes
 from nvpool.store.server.fast_reads import close as close_fast_reads
 from nvpool.store.server.fast_reads import open_fast_reads
 from nvpool.store.server.io_stats import IoStats
 from nvpool.store.server.serving_lease import ServingLease
-from nvpool.store.server.single_write import WritesOne
+from nvpool.store.server.single_write import SingleWrites
 from nvpool.store.server.status import StatusHandlers
-from nvpool.store.server.verified_grants import Rights
+from nvpool.store.server.verified_grants import VerifiedGrants
 from nvpool.store.server.write_batch import WRITE, WriteBatch
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ WAITING_MAX = 8192
 TEND_S = 1.0
 
 
-class StoreService(WritesOne, StatusHandlers):
+class StoreService(SingleWrites, StatusHandlers):
     def __init__(
         self,
         store: ChunkStore,
@@ -124,7 +124,7 @@ class StoreService(WritesOne, StatusHandlers):
         self._epoch = 0
         self._changed_at: dict[int, int] = {}
         self._stale_below = 0
-        self._rights = Rights(grant_secret, clock, self._rights_taken)
+        self._rights = VerifiedGrants(grant_secret, clock, self._rights_taken)
         self.grant, self.known_grants = self._rights.grant, self._rights.known
         self.use = IoStats(clock, self.known_grants)
         self._tasks: set[asyncio.Task] = set()
@@ -143,7 +143,7 @@ class StoreService(WritesOne, StatusHandlers):
         self.replica = Replica(
             store, target, clock, grant_secret, dialer=dialer, ask_map=refresh_map or (lambda: None)
         )
-        self._giving = giving = Giving(
+        self._giving = giving = TransferServer(
             store,
             self.replica,
             target,
@@ -158,7 +158,7 @@ class StoreService(WritesOne, StatusHandlers):
         self.upkeep = (
             None
             if dialer is None
-            else Upkeep(
+            else BackgroundWork(
                 store,
                 target,
                 dialer,
@@ -175,7 +175,7 @@ class StoreService(WritesOne, StatusHandlers):
         if self.upkeep is not None and self.replica.writes is not None:
             writes, repair = self.replica.writes, self.upkeep.repair
             writes.fetch, writes.mend, writes.rebuild = self.upkeep.resync.pull, repair.mended, repair.rebuilt
-        orders = Orders(
+        orders = StoreAdminHandlers(
             store,
             self.upkeep,
             parse=self._parse,

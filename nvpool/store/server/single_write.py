@@ -40,7 +40,7 @@ class SingleWriteService(WriteService, Protocol):
         """Lease under which the target answers."""
 
 
-class WritesOne:
+class SingleWrites:
     """Part of the service of a target: the fast path for one write."""
 
     def _write_one(self: SingleWriteService, call: Call) -> bool:

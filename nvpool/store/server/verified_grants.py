@@ -15,13 +15,13 @@ from collections.abc import Callable
 from nvpool.core.clock import Clock
 from nvpool.core.errors import StaleGrant
 from nvpool.core.grants import CLOCK_SKEW_S, Grant, verify
-from nvpool.poolmap.grant_revocation import RightsTaken
-from nvpool.poolmap.model import RightTaken
+from nvpool.poolmap.grant_revocation import RevokedRights
+from nvpool.poolmap.model import RevokedRight
 
 KEPT_MAX = 65_536
 
 
-class Rights:
+class VerifiedGrants:
     def __init__(self, secret: bytes, clock: Clock, on_taken: Callable[[bool], None]) -> None:
         """Create an empty cache.
 
@@ -33,8 +33,8 @@ class Rights:
         self._secret = secret
         self._clock = clock
         self._on_taken = on_taken
-        self._entries: tuple[RightTaken, ...] = ()
-        self._taken = RightsTaken()
+        self._entries: tuple[RevokedRight, ...] = ()
+        self._taken = RevokedRights()
 
     def grant(self, raw: bytes, now_ms: int) -> Grant | None:
         """Return the grant, or None if it is not valid or no longer valid."""
@@ -51,7 +51,7 @@ class Rights:
             self.known[raw] = found
         return found if found.ends_ms + CLOCK_SKEW_S * 1000 >= now_ms else None
 
-    def use(self, entries: tuple[RightTaken, ...]) -> None:
+    def use(self, entries: tuple[RevokedRight, ...]) -> None:
         """Set the revoked rights of the newest map."""
         if entries != self._entries:
             self._entries = entries
@@ -64,7 +64,7 @@ class Rights:
 
     def _take(self) -> None:
         was = bool(self._taken)
-        self._taken = RightsTaken(self._entries, self._clock.wall_ns() // 1_000_000)
+        self._taken = RevokedRights(self._entries, self._clock.wall_ns() // 1_000_000)
         self.known.clear()
         if was or self._taken:
             self._on_taken(bool(self._taken))

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from nvpool.testing.env.namespaces import Machine
 
 
-class Called(NamedTuple):
+class CommandResult(NamedTuple):
     """Exit code and output of one call."""
 
     returncode: int
@@ -44,7 +44,7 @@ class CommandServer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def call(self, *words: str, timeout_s: float) -> Called:
+    def call(self, *words: str, timeout_s: float) -> CommandResult:
         """Run `nvpool WORDS` and return what it printed.
 
         subprocess.TimeoutExpired: it had not ended after `timeout_s` seconds and was killed. The next call starts a new
@@ -56,11 +56,11 @@ class CommandServer:
             deadline_s = time.monotonic() + timeout_s
             answer = self._answer(list(words), deadline_s)
             if answer:
-                return Called(*json.loads(answer))
+                return CommandResult(*json.loads(answer))
             self._stop()
             if answer is None:
                 raise subprocess.TimeoutExpired(["nvpool", *words], timeout_s)
-            return Called(1, "", "the process of the commands has ended")
+            return CommandResult(1, "", "the process of the commands has ended")
 
     def stop(self) -> None:
         """End the process. May be called twice."""

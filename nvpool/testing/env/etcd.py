@@ -15,7 +15,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from nvpool.cluster.etcd.client import EtcdCertificates, answers_alone
-from nvpool.security.ca import Authority, request_certificate
+from nvpool.security.ca import CertificateAuthority, request_certificate
 
 START_S = 30.0
 
@@ -42,7 +42,7 @@ class RealEtcd:
         self._running: list[subprocess.Popen | None] = [None] * count
 
     def _certify(self) -> tuple[Path, ...]:
-        authority, asked = Authority.make("etcd"), request_certificate()
+        authority, asked = CertificateAuthority.make("etcd"), request_certificate()
         made = {
             "authority.crt": authority.certificate,
             "key": asked.key,

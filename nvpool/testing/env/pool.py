@@ -39,8 +39,8 @@ from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.v1.pool_pb2 import PoolStatusReply, PoolStatusRequest
 from nvpool.rpc.v1.wire_pb2 import POOL_STATUS
 from nvpool.sdk.filesystem import FileSystem
-from nvpool.sdk.fsck.check import Checkup, check
-from nvpool.testing.fakes.in_process_pool import LocalPool, shards_wanted
+from nvpool.sdk.fsck.check import FsckReport, check
+from nvpool.testing.fakes.in_process_pool import InProcessPool, shards_wanted
 
 SIZES = (64 * MIB, 96 * MIB)
 PLAIN_TCP = '[network]\nhost = "127.0.0.1"\nplain_text = true\n'
@@ -285,7 +285,7 @@ async def problems_of(client, grant_secret: bytes | None = None) -> list[str]:
 
     With the grant key it repairs, and returns what it could not repair.
     """
-    checkup = Checkup()
+    checkup = FsckReport()
     await check(client, checkup, repair=grant_secret is not None, grant_secret=grant_secret)
     return [
         f"{problem.kind}: {problem.where}: {problem.text}"
@@ -295,7 +295,7 @@ async def problems_of(client, grant_secret: bytes | None = None) -> list[str]:
 
 
 @asynccontextmanager
-async def opened(directory: Path) -> AsyncIterator[LocalPool]:
+async def opened(directory: Path) -> AsyncIterator[InProcessPool]:
     """Serve the pool in `directory` (of a RealPool, or rebuilt from a record of one) in this process.
 
     Everything that a start opens is opened: format, the coordinator's records, shard, stores.
@@ -306,7 +306,7 @@ async def opened(directory: Path) -> AsyncIterator[LocalPool]:
     coordinator = await EmbeddedCoordinator.open(kv)
     pool_map = coordinator.pool_map
     await coordinator.close()
-    pool = LocalPool(place.path)
+    pool = InProcessPool(place.path)
     pool.grant_secret = place.grant_key.read_bytes()
     pool.pool_map = msgspec.structs.replace(
         pool_map,

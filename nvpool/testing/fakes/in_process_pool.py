@@ -1,4 +1,4 @@
-"""LocalPool: a whole pool in one process and on one event loop, for tests and experiments.
+"""InProcessPool: a whole pool in one process and on one event loop, for tests and experiments.
 
 It has one or several metadata shards, targets of different sizes, and no coordinator: the pool map is a
 value. Clients use the in-process transport, or others on request; everything but the processes is real.
@@ -69,7 +69,7 @@ def chain_tables(capacities: tuple[int, ...], replicas: int) -> tuple[ChainTable
     return tuple(build_table(targets, number) for number in range(1, replicas + 1))
 
 
-class LocalPool:
+class InProcessPool:
     """A pool in one process; see the module.
 
     `directory` None: everything is in memory. `endpoints(role, number)` returns an endpoint for each listener
@@ -146,7 +146,7 @@ class LocalPool:
 
     # -- start and stop --------------------------------------------------------------------------------------------------
 
-    async def __aenter__(self) -> LocalPool:
+    async def __aenter__(self) -> InProcessPool:
         if self.pool_map.nodes[0].endpoints:
             await self._listen("node", 1, self._answer_map)
         for target in self.pool_map.targets:
@@ -259,7 +259,7 @@ class LocalPool:
         await service.close(drain_s)
 
     @staticmethod
-    async def _real_store(pool: LocalPool, target: int):
+    async def _real_store(pool: InProcessPool, target: int):
         from nvpool.store.chunks.api import create_chunk_store
         from nvpool.store.chunks.block_store import open_chunk_store
         from nvpool.store.server.service import StoreService
@@ -370,7 +370,7 @@ def run(main) -> None:
     """Run `main(pool)` in a pool in memory, for a first try."""
 
     async def whole() -> None:
-        async with LocalPool() as pool:
+        async with InProcessPool() as pool:
             await main(pool)
 
     asyncio.run(whole())

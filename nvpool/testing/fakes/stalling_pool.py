@@ -1,4 +1,4 @@
-"""HoldingPool: a pool in one process whose targets fall silent on request, like a stopped process or
+"""StallingPool: a pool in one process whose targets fall silent on request, like a stopped process or
 unreachable host.
 
 For tests of the clients of such targets.
@@ -11,11 +11,11 @@ from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 from nvpool.rpc.v1.wire_pb2 import Method
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 
-class HoldingPool(LocalPool):
-    """A LocalPool that can delay or lose requests to its targets.
+class StallingPool(InProcessPool):
+    """A InProcessPool that can delay or lose requests to its targets.
 
     `hold`: requests of these methods are kept unhandled until `let_go`. `mute`: they are handled and the
     reply is lost. `delay`: reads are handled after that time.

@@ -1,4 +1,4 @@
-"""A LocalPool that other threads and processes reach by unix sockets, for tests of the SDK.
+"""A InProcessPool that other threads and processes reach by unix sockets, for tests of the SDK.
 
 Its event loop runs in a thread, so a test may block in the synchronous SDK.
 """
@@ -9,17 +9,17 @@ import asyncio
 import threading
 
 from nvpool.core.units import MIB
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 
-class Served:
-    """A LocalPool that serves at unix sockets until it is closed."""
+class UnixSocketPool:
+    """A InProcessPool that serves at unix sockets until it is closed."""
 
     def __init__(self, where: str):
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.pool = LocalPool(
+        self.pool = InProcessPool(
             capacities=(128 * MIB, 192 * MIB),
             endpoints=lambda role, number: f"stream+unix://{where}/{role}-{number}.sock",
         )

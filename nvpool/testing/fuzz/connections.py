@@ -1,6 +1,6 @@
 """In-memory connection to the real server side of the stream transport, with compiled frames and fast paths.
 
-Only the socket is left out, so a frame costs microseconds and virtual time is enough. `Trouble` is raised for
+Only the socket is left out, so a frame costs microseconds and virtual time is enough. `FuzzFailure` is raised for
 everything that must not happen: a Bug as a reply, an error in a log, an exception on the loop. Used by the
 fuzz targets of this package.
 """
@@ -19,7 +19,7 @@ from nvpool.core.errors import Bug
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.error_codec import decode_error
 from nvpool.rpc.handshake import encode_hello
-from nvpool.rpc.peer_limits import Bounds, Limits, Metered
+from nvpool.rpc.peer_limits import Bounds, Limits, MeteredTransport
 from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.transports.frame import CANCEL, HEADER, HEADER_BYTES, HELLO, REPLY, REQUEST, pack_head
 from nvpool.rpc.transports.stream import StreamListener, StreamServed
@@ -28,7 +28,7 @@ RECENT = 40
 """Number of last cases that are printed with a failure: an earlier one may be the cause."""
 
 
-class Trouble(AssertionError):
+class FuzzFailure(AssertionError):
     """Something that must not happen, whatever the request."""
 
 
@@ -49,7 +49,7 @@ class Witness(logging.Handler):
 
     def check(self) -> None:
         if self.said:
-            raise Trouble("\n".join(self.said))
+            raise FuzzFailure("\n".join(self.said))
 
 
 class _Socket:
@@ -118,8 +118,8 @@ class _FuzzServed(StreamServed):
             self._entered.leave()
         self._entered = share = self._listener.limits.enter(self, self.peer, "fuzz")
         self._share = share if share.limited else None
-        if share.limited and not isinstance(self._transport, Metered):
-            self._transport = Metered(self._transport)
+        if share.limited and not isinstance(self._transport, MeteredTransport):
+            self._transport = MeteredTransport(self._transport)
         self._reader.admit = self._admit if share.limited else None
 
 
@@ -220,7 +220,7 @@ class Wire:
                 continue
             method, note = self.open_ones.pop(number, (0, None))
             if code and isinstance(decode_error(code, message), Bug):
-                raise Trouble(f"method {method} was answered with {decode_error(code, message)!r}")
+                raise FuzzFailure(f"method {method} was answered with {decode_error(code, message)!r}")
             if method:
                 self.on_answer(method, note, code, message)
 

@@ -24,7 +24,7 @@ from nvpool.rpc.peer_roles import Credentials, Peer
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.runtime.daemon_process import Stop
 from nvpool.testing.contracts.coordinator import first_map
-from nvpool.testing.fuzz.connections import Trouble
+from nvpool.testing.fuzz.connections import FuzzFailure
 from nvpool.testing.fuzz.harness import FuzzTarget
 from nvpool.testing.fuzz.messages import REQUESTS
 
@@ -109,9 +109,9 @@ class SupervisorPlace(_Daemon):
     def check(self) -> None:
         super().check()
         if self._coordinator.pool_map != first_map():
-            raise Trouble(f"{self.kind} has changed the pool map")
+            raise FuzzFailure(f"{self.kind} has changed the pool map")
         if self._asked_to_stop.asked.is_set() or self._failed.done():
-            raise Trouble(f"{self.kind} has stopped the supervisor")
+            raise FuzzFailure(f"{self.kind} has stopped the supervisor")
 
     async def _stop(self) -> None:
         await self._supervisor.close()
@@ -151,7 +151,7 @@ class StandbyPlace(_Daemon):
     def check(self) -> None:
         super().check()
         if self._lost:
-            raise Trouble(f"{self.kind} has ended the standby: {self._lost[0]}")
+            raise FuzzFailure(f"{self.kind} has ended the standby: {self._lost[0]}")
 
     async def _stop(self) -> None:
         await self._member.close()

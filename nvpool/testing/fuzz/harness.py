@@ -19,7 +19,7 @@ from nvpool.rpc.api import Call
 from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.testing.fakes.meta_shard import DirectCall
-from nvpool.testing.fuzz.connections import Trouble, Wire, Witness, wrong_frame
+from nvpool.testing.fuzz.connections import FuzzFailure, Wire, Witness, wrong_frame
 from nvpool.testing.fuzz.messages import REQUESTS, Generator, KnownValues
 
 CORPUS_MAX = 300
@@ -132,7 +132,7 @@ class FuzzTarget:
         except NvpoolError:
             return
         if isinstance(call.answer, Exception) and not isinstance(call.answer, NvpoolError):
-            raise Trouble(f"method {method} raised {call.answer!r}") from call.answer
+            raise FuzzFailure(f"method {method} raised {call.answer!r}") from call.answer
 
     async def answer_all(self) -> None:
         """Wait for all replies. Trouble: a request has no reply."""
@@ -143,7 +143,7 @@ class FuzzTarget:
             asked = ", ".join(
                 f"{method_name(method)} {note.hex()}" for method, note in self._wire.open_ones.values()
             )
-            raise Trouble(f"not answered within {self.waits_s:.0f} s: {asked}")
+            raise FuzzFailure(f"not answered within {self.waits_s:.0f} s: {asked}")
 
     async def wait_a_little(self, waited_s: float) -> float:
         pause_s = 0.0 if waited_s < 0.3 else 0.01

@@ -24,7 +24,7 @@ from collections import deque
 from pathlib import Path
 
 from nvpool.rpc.v1 import wire_pb2
-from nvpool.testing.fuzz.connections import RECENT, Trouble, Witness
+from nvpool.testing.fuzz.connections import RECENT, FuzzFailure, Witness
 from nvpool.testing.fuzz.daemons import StandbyPlace, SupervisorPlace, kinds_of
 from nvpool.testing.fuzz.harness import FuzzTarget, method_name
 from nvpool.testing.fuzz.shard import KINDS, ShardPlace
@@ -175,7 +175,7 @@ class FuzzRun:
             print(f"  {case} {method_name(method)} {message[:400].hex()}")
         print(
             error
-            if isinstance(error, Trouble) and error.__cause__ is None
+            if isinstance(error, FuzzFailure) and error.__cause__ is None
             else "".join(traceback.format_exception(error))
         )
         print("\n".join(self._witness.said), flush=True)

@@ -41,7 +41,7 @@ from nvpool.rpc.peer_roles import Credentials, Peer
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.testing.fakes.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map
-from nvpool.testing.fuzz.connections import Trouble, Witness
+from nvpool.testing.fuzz.connections import FuzzFailure, Witness
 from nvpool.testing.fuzz.harness import FuzzTarget
 from nvpool.testing.fuzz.messages import REQUESTS
 from nvpool.testing.sim.virtual_time_loop import VirtualClock, VirtualLoop
@@ -389,7 +389,7 @@ class ShardPlace(FuzzTarget):
             self._end_sessions()
             return self._open_session()
         if reply is None:
-            raise Trouble(f"no session is opened: {call.answer!r}")
+            raise FuzzFailure(f"no session is opened: {call.answer!r}")
         self._session, self._secret = reply.session, reply.secret
         self._sequences = [0] * 64
         return None
@@ -531,7 +531,9 @@ class ShardPlace(FuzzTarget):
             try:
                 self._learn_from(method, asked, message)
             except DecodeError as error:
-                raise Trouble(f"the answer to method {method} can not be read: {message.hex()}") from error
+                raise FuzzFailure(
+                    f"the answer to method {method} can not be read: {message.hex()}"
+                ) from error
 
     def _learn_from(self, method: int, note: bytes, message: bytes) -> None:
         if method == wire.META_LOCK:
@@ -623,7 +625,7 @@ class ShardPlace(FuzzTarget):
     def check(self) -> None:
         self._witness.check()
         if self.service.died.done():
-            raise Trouble(f"the service has died: {self.service.died.exception()!r}")
+            raise FuzzFailure(f"the service has died: {self.service.died.exception()!r}")
         if not self._protects:
             return
         self._let_removed_go()
@@ -636,9 +638,11 @@ class ShardPlace(FuzzTarget):
                 f"{key.hex()} (kind {records.kind_of(key)}): {_hex(self._protected.get(key))} -> {_hex(now.get(key))}"
                 for key in sorted(changed)[:10]
             )
-            raise Trouble(f"{self.kind} has changed {len(changed)} records without a right to:\n{changes}")
+            raise FuzzFailure(
+                f"{self.kind} has changed {len(changed)} records without a right to:\n{changes}"
+            )
         if self._of_others() != self._others:
-            raise Trouble(f"the session of another was changed: {self._others} -> {self._of_others()}")
+            raise FuzzFailure(f"the session of another was changed: {self._others} -> {self._of_others()}")
 
     def _let_removed_go(self) -> None:
         """Do not protect a volume that the caller has removed.
@@ -662,7 +666,7 @@ class ShardPlace(FuzzTarget):
         if self._protects:
             problems = await self._root.fsck()
             if problems:
-                raise Trouble(f"fsck finds: {[str(one) for one in problems[:5]]}")
+                raise FuzzFailure(f"fsck finds: {[str(one) for one in problems[:5]]}")
         await self.service.close()
         if self._protects:
             again = await self._serve()
@@ -670,7 +674,7 @@ class ShardPlace(FuzzTarget):
         self._witness.check()
         left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         if left:
-            raise Trouble(f"tasks are left: {left[:3]}")
+            raise FuzzFailure(f"tasks are left: {left[:3]}")
 
 
 def acl_of(chance: random.Random) -> bytes:

@@ -38,7 +38,7 @@ from nvpool.store.chunks.api import create_chunk_store
 from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.server.service import StoreService
 from nvpool.testing.fakes.meta_shard import DirectCall, small_map
-from nvpool.testing.fuzz.connections import Trouble, Witness
+from nvpool.testing.fuzz.connections import FuzzFailure, Witness
 from nvpool.testing.fuzz.harness import FuzzTarget
 from nvpool.testing.fuzz.messages import REQUESTS
 
@@ -125,7 +125,7 @@ class StorePlace(FuzzTarget):
             self._service.handle(call)
             message, self._payload = await call.wait()
         except NvpoolError as error:
-            raise Trouble(f"the pool itself is refused {wire.Method.Name(method)}: {error!r}") from error
+            raise FuzzFailure(f"the pool itself is refused {wire.Method.Name(method)}: {error!r}") from error
         return message
 
     async def _content(self) -> dict[tuple[int, int], tuple[bytes, bytes]]:
@@ -312,7 +312,7 @@ class StorePlace(FuzzTarget):
                 self._take_descriptors()
                 await asyncio.sleep(0.001)
             if _descriptors() > before + 2:
-                raise Trouble(
+                raise FuzzFailure(
                     f"descriptors are left open by short-circuit reads: {before} -> {_descriptors()}"
                 )
             for again in (False, True):
@@ -326,13 +326,13 @@ class StorePlace(FuzzTarget):
 
     async def _judge(self) -> None:
         if await self._content() != self._expected:
-            raise Trouble(f"{self.kind} has changed chunks without a right to")
+            raise FuzzFailure(f"{self.kind} has changed chunks without a right to")
         cursor = b""
         while True:
             request = pb.ScrubRequest(target=1, cursor=cursor, blocks=100_000)
             reply = pb.ScrubReply.FromString(await self._ask(wire.DATA_SCRUB, request))
             if reply.bad or reply.problems:
-                raise Trouble(f"scrub finds {reply.bad[:3]} {reply.problems[:3]}")
+                raise FuzzFailure(f"scrub finds {reply.bad[:3]} {reply.problems[:3]}")
             if reply.done:
                 return
             cursor = reply.cursor

@@ -124,7 +124,7 @@ class PoolInUse(Pool):
             node.kill_all()
 
 
-class Under:
+class LoadedPool:
     """A checking load with measured pauses; on exit it compares everything that it knows with the pool."""
 
     def __init__(self, pool: PoolInUse, seed: int):

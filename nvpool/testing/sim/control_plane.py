@@ -26,7 +26,7 @@ from nvpool.core.errors import NvpoolError, StaleLease, Unavailable
 from nvpool.kv.memory_engine import MemoryKv
 from nvpool.node.admin.shards import MetaShards
 from nvpool.node.coordination.leadership import Leadership, Leading
-from nvpool.node.coordination.shard_failover import ShardKeeper
+from nvpool.node.coordination.shard_failover import ShardFailover
 from nvpool.node.coordination.standby_checks import has_records
 from nvpool.poolmap.model import PoolMap, decode_map, encode_map
 from nvpool.rpc.api import Call, Greeting
@@ -83,7 +83,7 @@ class ManagedPool(Protocol):
         """Start the process and return when it runs."""
 
 
-class Managing(Protocol):
+class ControlPlane(Protocol):
     @property
     def pool_map(self) -> PoolMap:
         """The newest map, even if only one process knows it."""
@@ -116,7 +116,7 @@ class Managing(Protocol):
     def close(self) -> None: ...
 
 
-async def until_changed(managing: Managing, decide: Decide) -> PoolMap:
+async def until_changed(managing: ControlPlane, decide: Decide) -> PoolMap:
     """Change the map, with retries, and return the map when the change is known. Raises the errors of
     `decide`."""
     while True:
@@ -164,7 +164,7 @@ class OneManager:
         self._kv = MemoryKv()
         self._coordinator: _Embedded | None = None
         self._manager: Manager | None = None
-        self._keeper: ShardKeeper | None = None
+        self._keeper: ShardFailover | None = None
 
     @property
     def pool_map(self) -> PoolMap:
@@ -197,7 +197,7 @@ class OneManager:
         leadership = Leadership(lease)
         self._manager = manager = Manager(coordinator, clock=clock)
         dialer = pool.new_dialer(process, clock)
-        self._keeper = keeper = ShardKeeper(
+        self._keeper = keeper = ShardFailover(
             lambda: coordinator.pool_map,
             partial(change, coordinator),
             clock,
@@ -230,13 +230,13 @@ class OneManager:
             call.reply(
                 self._manager.alive(pool_pb2.AliveRequest.FromString(bytes(call.message))).SerializeToString()
             )
-        elif call.method in ShardKeeper.METHODS:
+        elif call.method in ShardFailover.METHODS:
             self._pool.own(process, self._answer_member(self._keeper, call))
         else:
             self._pool.own(process, answer_map(coordinator, call))
 
     @staticmethod
-    async def _answer_member(keeper: ShardKeeper, call: Call) -> None:
+    async def _answer_member(keeper: ShardFailover, call: Call) -> None:
         try:
             call.reply(await keeper.answer(call.method, bytes(call.message)))
         except NvpoolError as error:
@@ -274,7 +274,7 @@ class _Supervisor:
         self.ready = asyncio.Event()
         self.coordinator: EtcdCoordinator | None = None
         self.leading: Leading | None = None
-        self.keeper: ShardKeeper | None = None
+        self.keeper: ShardFailover | None = None
 
 
 class Supervisors:
@@ -337,7 +337,7 @@ class Supervisors:
         supervisor.leading = leading = Leading(
             coordinator, node, dialer, lambda target: pool.pid_of(target, node), clock=clock
         )
-        supervisor.keeper = keeper = ShardKeeper(
+        supervisor.keeper = keeper = ShardFailover(
             lambda: coordinator.pool_map,
             leading.change_as_leader,
             clock,
@@ -365,7 +365,7 @@ class Supervisors:
                 supervisor.leading.alive(call)
             except NvpoolError as error:
                 call.fail(error)
-        elif call.method in ShardKeeper.METHODS:
+        elif call.method in ShardFailover.METHODS:
             self._pool.own(supervisor.process, self._answer_member(supervisor, call))
         else:
             self._pool.own(supervisor.process, answer_map(supervisor.coordinator, call))

@@ -46,17 +46,17 @@ from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.lease_renewal import LeaseCalls
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
 from nvpool.store.chunks.memory_store import MemoryChunkStore
-from nvpool.store.replication.reachability import Reach
+from nvpool.store.replication.reachability import ReachabilityProbe
 from nvpool.store.server.service import StoreService
 from nvpool.store.server.serving_lease import ServingLease
-from nvpool.testing.sim.control_plane import FOLLOW_S, Managing, OneManager, Supervisors, until_changed
+from nvpool.testing.sim.control_plane import FOLLOW_S, ControlPlane, OneManager, Supervisors, until_changed
 from nvpool.testing.sim.endpoints import host_of, member_of, transports_of
 from nvpool.testing.sim.invariants import Invariants
 from nvpool.testing.sim.network import SimTransport, SimulatedNetwork
 from nvpool.testing.sim.shard_members import (
     MemberDrive,
     Overheard,
-    SimFloor,
+    SimulatedEngineRuntime,
     bury,
     engine_options,
     make_primary,
@@ -133,7 +133,7 @@ class SimPool:
             for shard in range(1, shards + 1)
             for member in range(standbys + 1)
         }
-        self.managing: Managing = Supervisors(self, targets) if etcd else OneManager(self)
+        self.managing: ControlPlane = Supervisors(self, targets) if etcd else OneManager(self)
         self.first_map = self._first_map(targets, standbys, shards)
         self._starting: dict[str, asyncio.Task] = {}
         self._burials: dict[str, asyncio.Task] = {}
@@ -309,7 +309,7 @@ class SimPool:
         await self.loop.create_task(
             self._serve(process, clock, service, f"inproc://target-{number}"), context=process.context
         )
-        reach = Reach(
+        reach = ReachabilityProbe(
             service.replica.peers, self._another_dialer(process, clock), clock, on_change=lambda: None
         )
         self.own(process, reach.run())
@@ -333,7 +333,7 @@ class SimPool:
         dialer: Dialer,
         clock: Clock,
         pid: int,
-        reach: Reach,
+        reach: ReachabilityProbe,
     ) -> None:
         """Send heartbeats as daemons/store_heartbeat does."""
         endpoints, calls = self.managing.endpoints(number), LeaseCalls(dialer, clock)
@@ -409,7 +409,7 @@ class SimPool:
         path.mkdir()
         if not member:
             process = Process(self.loop, f"making of {process_name(shard, member)}", "node-1", lambda _: None)
-            floor = SimFloor(self.loop, process, self.drives[shard, member], self.disk_s)
+            floor = SimulatedEngineRuntime(self.loop, process, self.drives[shard, member], self.disk_s)
             await make_primary(path, engine_options(floor=floor))
 
     async def start_member(self, shard: int, member: int) -> None:
@@ -443,7 +443,7 @@ class SimPool:
 
         fail = partial(self._ends, process)
         engine = engine_options(
-            floor=SimFloor(self.loop, process, drive, self.disk_s), durability=self._durability
+            floor=SimulatedEngineRuntime(self.loop, process, drive, self.disk_s), durability=self._durability
         )
         options = MemberOptions(node, shard, member, drive.path, engine, self.secret, mark=drive.mark)
         serving = ShardMember(options, self.pool_map, dialer, clock, make_service, fail)

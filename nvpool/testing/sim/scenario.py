@@ -25,7 +25,7 @@ from nvpool.client.pool_client import Client
 from nvpool.client.state.options import ClientOptions
 from nvpool.core.errors import Bug, InvariantBroken, NvpoolError, WritesLost
 from nvpool.poolmap.chains import chain_set
-from nvpool.sdk.fsck.check import Checkup, check_metadata
+from nvpool.sdk.fsck.check import FsckReport, check_metadata
 from nvpool.testing.sim.faults import (
     KINDS,
     KINDS_OF_ETCD,
@@ -46,10 +46,10 @@ from nvpool.testing.sim.workloads.file_data import (
     LockWorkload,
     SimulatedClient,
     Sizes,
-    Work,
+    Workload,
 )
 from nvpool.testing.sim.workloads.listing import Listings
-from nvpool.testing.sim.workloads.namespace import Naming
+from nvpool.testing.sim.workloads.namespace import NamespaceWorkload
 from nvpool.testing.sim.workloads.quotas import Quotas
 from nvpool.testing.sim.workloads.shard_changes import ShardOperator
 
@@ -117,7 +117,7 @@ class Scenario:
         etcd: bool | None = None,
         kinds: dict[str, int] | None = None,
         of: str = "",
-        only: tuple[type[Work], ...] = (),
+        only: tuple[type[Workload], ...] = (),
         volumes: bool | None = None,
         draining: bool | None = None,
     ) -> None:
@@ -165,7 +165,7 @@ class Scenario:
         shared = loop, self.done, self.pool.power_losses
         works = [
             Blocks(*shared, cuts=chance.random() < 0.5),
-            Naming(*shared, shards == 1 and not self._moving),
+            NamespaceWorkload(*shared, shards == 1 and not self._moving),
             Listings(*shared),
             Sizes(*shared),
             AppendWorkload(*shared),
@@ -181,7 +181,7 @@ class Scenario:
                     apart.uniform(0.3, 0.9) * seconds if apart.random() < 0.5 else None,
                 )
             )
-        self._works: list[Work] = [work for work in works if not only or isinstance(work, only)]
+        self._works: list[Workload] = [work for work in works if not only or isinstance(work, only)]
 
     async def run(self) -> list[str]:
         """Run the simulation and return the violations, as sentences."""
@@ -285,7 +285,7 @@ class Scenario:
     async def _check(self, client: Client) -> list[str]:
         """Return the problems that fsck finds, after time for collectors and cross-shard transactions."""
         await asyncio.sleep(QUIET_S)
-        checkup = Checkup()
+        checkup = FsckReport()
         try:
             await check_metadata(client, checkup)
         except NvpoolError as error:

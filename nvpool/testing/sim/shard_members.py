@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nvpool.core.errors import Refused
-from nvpool.kv.engine_runtime import Floor
+from nvpool.kv.engine_runtime import EngineRuntime
 from nvpool.kv.journal import Journal
 from nvpool.kv.lmdb_env import LmdbTree, Mark
 from nvpool.kv.options import LmdbOptions
@@ -78,7 +78,7 @@ class MemberDrive:
             self._has[name] = number, b"".join(left)
 
 
-class SimFloor(Floor):
+class SimulatedEngineRuntime(EngineRuntime):
     """Engine runtime of one simulated process."""
 
     def __init__(

@@ -146,7 +146,7 @@ def failing(monkeypatch, error: BaseException) -> None:
     def broken():
         raise error
 
-    monkeypatch.setattr(cli_main.Nouns, "get_command", lambda self, context, name: broken)
+    monkeypatch.setattr(cli_main.CommandGroup, "get_command", lambda self, context, name: broken)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from nvpool.meta.server.service import MetaOptions
 from nvpool.poolmap.model import changed, encode_map
 from nvpool.rpc.api import Reply
 from nvpool.rpc.v1 import meta_pb2, pool_pb2, wire_pb2
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(1000, 1000)
@@ -44,9 +44,9 @@ class Case:
     def __init__(self, options: ClientOptions = FAST, **pool_options):
         self.chunks: dict[int, dict] = {}
         self.options = options
-        self.pool = LocalPool(make_store=self.make, **pool_options)
+        self.pool = InProcessPool(make_store=self.make, **pool_options)
 
-    async def make(self, pool: LocalPool, target: int) -> PlainStore:
+    async def make(self, pool: InProcessPool, target: int) -> PlainStore:
         return PlainStore(target, pool.grant_secret, chunks=self.chunks.setdefault(target, {}))
 
     async def __aenter__(self) -> Case:
@@ -919,7 +919,7 @@ def test_next_map_comes_from_the_directory(tmp_path):
 
 def test_df_shows_what_fits_until_the_first_target_is_full():
     async def main() -> None:
-        async with LocalPool(capacities=(64 * MIB, 192 * MIB)) as pool:
+        async with InProcessPool(capacities=(64 * MIB, 192 * MIB)) as pool:
             vfs = (await pool.client()).vfs
             found = await vfs.statfs()
             total = found.blocks_total * found.block_bytes

@@ -21,7 +21,7 @@ from nvpool.meta.state import records
 from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
 from nvpool.testing.fakes.store import PlainStore
 
@@ -193,7 +193,7 @@ def in_a_pool(test):
 
     def run(*arguments):
         async def body():
-            async with LocalPool() as pool:
+            async with InProcessPool() as pool:
                 client = await pool.client()
                 await test(
                     pool,
@@ -304,7 +304,7 @@ def test_client_log_names_inode_chunk_target_and_path(caplog, monkeypatch):
         return made
 
     async def main():
-        async with LocalPool(make_store=store) as pool:
+        async with InProcessPool(make_store=store) as pool:
             vfs = (await pool.client(options=ClientOptions(deadline_s=5.0))).vfs
             directory = (await vfs.mkdir(ROOT, b"d\n", 0o755, ME)).inode
             attr, handle = await vfs.create(directory, b"file", 0o644, os.O_RDWR, ME)

@@ -9,7 +9,7 @@ import pytest
 
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import DeadlineExceeded, WrongShard
-from nvpool.meta.deferred_replies import Waits
+from nvpool.meta.deferred_replies import DeferredReplies
 from nvpool.meta.state.record_locks import LockedRecord
 from nvpool.testing.fakes.meta_shard import DirectCall
 
@@ -17,7 +17,7 @@ from nvpool.testing.fakes.meta_shard import DirectCall
 async def waited(then, deadline_s: float = 1e9) -> DirectCall:
     call, waits = (
         DirectCall(0, b"", deadline_s=deadline_s),
-        Waits(SYSTEM_CLOCK, "shard 1", lambda error: None),
+        DeferredReplies(SYSTEM_CLOCK, "shard 1", lambda error: None),
     )
     waits.add(call, lambda: asyncio.sleep(0), lambda: then(call))
     await asyncio.gather(*waits.tasks)

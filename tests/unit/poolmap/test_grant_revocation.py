@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from nvpool.core.errors import InvalidRequest
 from nvpool.core.grants import EPOCH_MASK, READ, SERVICE, WRITE, Grant, member_tag, read, sign, volume_tag
-from nvpool.poolmap.grant_revocation import TAKEN_MAX, RightsTaken, taken, without_ended
+from nvpool.poolmap.grant_revocation import TAKEN_MAX, RevokedRights, taken, without_ended
 from nvpool.poolmap.model import MAP_FORMAT, PoolMap, PoolSettings
 
 NOW_MS, LIFE_MS = 1_700_000_000_000, 130_000
@@ -24,7 +24,7 @@ def grant(epoch, volume=VOLUME, member=ONE, rights=READ):
 
 
 def refuses(pool_map, *grants, now_ms=NOW_MS):
-    found = RightsTaken(pool_map.rights_taken, now_ms)
+    found = RevokedRights(pool_map.rights_taken, now_ms)
     return [found.refuses(one) for one in grants]
 
 
@@ -77,7 +77,7 @@ def test_entry_ends_with_the_tokens_before_it():
     assert without_ended(new, NOW_MS + LIFE_MS - 1) is new
     assert without_ended(new, NOW_MS + LIFE_MS) == replace(new, rights_taken=())
     assert refuses(new, grant(7), now_ms=NOW_MS + LIFE_MS) == [False]
-    assert not RightsTaken(new.rights_taken, NOW_MS + LIFE_MS) and RightsTaken(new.rights_taken, NOW_MS)
+    assert not RevokedRights(new.rights_taken, NOW_MS + LIFE_MS) and RevokedRights(new.rights_taken, NOW_MS)
     later = taken(new, ANOTHER, OTHER, READ, NOW_MS + LIFE_MS, LIFE_MS)
     assert [one.volume for one in later.rights_taken] == [ANOTHER]
 

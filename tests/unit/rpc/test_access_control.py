@@ -20,7 +20,7 @@ from nvpool.kv.memory_engine import MemoryKv
 from nvpool.kv.options import LmdbOptions
 from nvpool.meta.server.shard_member import MemberOptions, ShardMember
 from nvpool.node.supervisor import Supervisor
-from nvpool.rpc.access_control import RIGHTS, Callers, Who
+from nvpool.rpc.access_control import RIGHTS, Callers, LeastRight
 from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.peer_roles import Credentials, Peer, Role
 from nvpool.rpc.v1 import data_pb2, wire_pb2
@@ -31,7 +31,7 @@ from nvpool.sdk.async_filesystem import AsyncFileSystem
 from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.server.service import StoreService
 from nvpool.testing.contracts.coordinator import first_map
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 from nvpool.testing.fakes.meta_shard import DirectCall
 
 SECRET = b"s" * 32
@@ -48,13 +48,13 @@ SQUASHED = Peer("q", "10.0.0.5:1", False, "client/eve.0a1b2c3d.squash-root")
 UNAUTHENTICATED = Peer("s", "10.0.0.3:1", False)
 CLIENTS = {NODE_AFAR, CLIENT, BOUND, SQUASHED, ROOT_HERE, OPERATOR_HERE}
 MAY = {
-    Who.UNAUTHENTICATED: {*CLIENTS, USER_HERE, UNAUTHENTICATED},
-    Who.USER: {*CLIENTS, USER_HERE},
-    Who.VOLUME: {*CLIENTS, USER_HERE},
-    Who.MEMBER: CLIENTS,
-    Who.VOLUME_OF_CLIENT: CLIENTS,
-    Who.NODE: {NODE_AFAR, ROOT_HERE, OPERATOR_HERE},
-    Who.OPERATOR: {ROOT_HERE, OPERATOR_HERE},
+    LeastRight.UNAUTHENTICATED: {*CLIENTS, USER_HERE, UNAUTHENTICATED},
+    LeastRight.USER: {*CLIENTS, USER_HERE},
+    LeastRight.VOLUME: {*CLIENTS, USER_HERE},
+    LeastRight.MEMBER: CLIENTS,
+    LeastRight.VOLUME_OF_CLIENT: CLIENTS,
+    LeastRight.NODE: {NODE_AFAR, ROOT_HERE, OPERATOR_HERE},
+    LeastRight.OPERATOR: {ROOT_HERE, OPERATOR_HERE},
 }
 METHODS = [method for method in Method.values() if method != wire_pb2.METHOD_NONE]
 SERVICE_ONLY = """
@@ -117,7 +117,7 @@ def test_each_method_has_an_entry():
 
 
 def test_service_only_methods_are_for_nodes():
-    assert {RIGHTS[Method.Value(name)].who for name in SERVICE_ONLY} == {Who.NODE}
+    assert {RIGHTS[Method.Value(name)].who for name in SERVICE_ONLY} == {LeastRight.NODE}
 
 
 def test_local_users_may_call_only_their_methods():
@@ -175,7 +175,7 @@ def test_callers_of_many_connections_are_distinguished():
 
 def test_metadata_service_checks_its_callers():
     async def main() -> None:
-        async with LocalPool() as pool:
+        async with InProcessPool() as pool:
             meta = next(iter(pool.metas.values()))
             meta._callers = Callers(OPERATORS)
             await check_all([method for method in METHODS if 100 <= method < 200], meta.handle, LOCAL_PEERS)
@@ -239,7 +239,7 @@ def test_supervisor_checks_its_callers(tmp_path):
 
 def test_unknown_method_is_refused_for_nodes_and_clients():
     async def main() -> None:
-        async with LocalPool() as pool:
+        async with InProcessPool() as pool:
             meta = next(iter(pool.metas.values()))
             for peer in (NODE_AFAR, CLIENT):
                 call = call_of(9999, peer)
@@ -332,7 +332,7 @@ REVEALS_NOTHING = {
 
 def test_client_without_a_volume_right_gets_no_data():
     async def main() -> None:
-        async with LocalPool() as pool:
+        async with InProcessPool() as pool:
             client = await pool.client(options=ClientOptions(deadline_s=10.0))
             fs, meta = AsyncFileSystem(client, Caller(0, 0)), next(iter(pool.metas.values()))
             made = await fs.volumes.create("secret")
@@ -359,7 +359,7 @@ def test_client_without_a_volume_right_gets_no_data():
             walked = {
                 method
                 for method, right in RIGHTS.items()
-                if right.who in (Who.VOLUME, Who.VOLUME_OF_CLIENT) and method >= 100
+                if right.who in (LeastRight.VOLUME, LeastRight.VOLUME_OF_CLIENT) and method >= 100
             }
             assert set(answers[MALLORY]) == walked
             for method, answer in answers[MALLORY].items():
@@ -379,7 +379,7 @@ def test_client_without_a_volume_right_gets_no_data():
 
 def test_snapshot_barrier_without_a_number_is_refused():
     async def main() -> None:
-        async with LocalPool() as pool:
+        async with InProcessPool() as pool:
             meta = next(iter(pool.metas.values()))
             for stage in (pb.MomentRequest.QUIET, pb.MomentRequest.TAKE, pb.MomentRequest.NONE, 77):
                 call = call_of(

@@ -12,7 +12,7 @@ from nvpool.runtime.cpu_latency import (
     LINGER_S,
     NO_LIMIT_US,
     SHALLOW_US,
-    Awake,
+    CpuLatencyRequest,
 )
 
 
@@ -27,12 +27,12 @@ def limits(device) -> list[int]:
     return [limit for (limit,) in struct.iter_unpack("=i", device.read_bytes())]
 
 
-def burst(awake: Awake, count: int = BURST_MIN) -> None:
+def burst(awake: CpuLatencyRequest, count: int = BURST_MIN) -> None:
     for _ in range(count):
         awake.touch()
 
 
-async def until_quiet(awake: Awake) -> None:
+async def until_quiet(awake: CpuLatencyRequest) -> None:
     for _ in range(1000):
         if awake._timer is None:
             return
@@ -42,7 +42,7 @@ async def until_quiet(awake: Awake) -> None:
 
 def test_many_requests_keep_processors_awake_while_they_run(device, tmp_path):
     async def work():
-        awake = Awake("auto", device, tmp_path / "no-driver")
+        awake = CpuLatencyRequest("auto", device, tmp_path / "no-driver")
         burst(awake, 100)
         await until_quiet(awake)
         assert limits(device) == [SHALLOW_US, NO_LIMIT_US]
@@ -62,7 +62,7 @@ def test_many_requests_keep_processors_awake_while_they_run(device, tmp_path):
 
 def test_rare_requests_change_no_kernel_setting(device, tmp_path):
     async def work():
-        awake = Awake("auto", device, tmp_path / "no-driver")
+        awake = CpuLatencyRequest("auto", device, tmp_path / "no-driver")
         for _ in range(5):
             awake.touch()
             await until_quiet(awake)
@@ -84,7 +84,7 @@ def test_guest_limits_depend_on_its_processor_count(device, tmp_path, wanted, pr
     (tmp_path / "driver").write_text("haltpoll\n")
 
     async def work():
-        awake = Awake(wanted, device, tmp_path / "driver", processors)
+        awake = CpuLatencyRequest(wanted, device, tmp_path / "driver", processors)
         burst(awake)
         if awake._timer is not None:
             awake._look()
@@ -97,7 +97,9 @@ def test_guest_limits_depend_on_its_processor_count(device, tmp_path, wanted, pr
 @pytest.mark.parametrize("wanted", ["auto", "never"])
 def test_requests_are_served_without_the_device_or_option(tmp_path, wanted, device):
     async def work():
-        awake = Awake(wanted, tmp_path / "none" if wanted == "auto" else device, tmp_path / "no-driver")
+        awake = CpuLatencyRequest(
+            wanted, tmp_path / "none" if wanted == "auto" else device, tmp_path / "no-driver"
+        )
         burst(awake)
         assert awake._timer is None
         awake.close()
@@ -108,7 +110,7 @@ def test_requests_are_served_without_the_device_or_option(tmp_path, wanted, devi
 
 def test_limit_that_the_kernel_refuses_is_dropped(device, tmp_path, caplog):
     async def work():
-        awake = Awake("auto", device, tmp_path / "no-driver")
+        awake = CpuLatencyRequest("auto", device, tmp_path / "no-driver")
         os.close(awake._descriptor)
         awake._descriptor = os.open(device, os.O_RDONLY)
         burst(awake)

@@ -16,7 +16,7 @@ import nvpool
 from nvpool.client.state.options import ClientOptions
 from nvpool.core.errors import ChecksumMismatch, QuotaExceeded
 from nvpool.sdk.async_filesystem import AsyncFileSystem
-from nvpool.testing.fakes.unix_socket_pool import Served
+from nvpool.testing.fakes.unix_socket_pool import UnixSocketPool
 
 OLD = b"what was there before"
 GAPS = memoryview(bytes(16))[::2]
@@ -25,7 +25,7 @@ GAPS = memoryview(bytes(16))[::2]
 @pytest.fixture(scope="module")
 def served():
     with tempfile.TemporaryDirectory(prefix="nvpool-sdk-") as where:
-        found = Served(where)
+        found = UnixSocketPool(where)
         yield found
         found.close()
 

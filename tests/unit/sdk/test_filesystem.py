@@ -19,13 +19,13 @@ import pytest
 import nvpool
 from nvpool.client.state.options import ClientOptions
 from nvpool.core.units import KIB
-from nvpool.testing.fakes.unix_socket_pool import Served
+from nvpool.testing.fakes.unix_socket_pool import UnixSocketPool
 
 
 @pytest.fixture(scope="module")
 def served():
     with tempfile.TemporaryDirectory(prefix="nvpool-sdk-") as where:
-        found = Served(where)
+        found = UnixSocketPool(where)
         yield found
         found.close()
 

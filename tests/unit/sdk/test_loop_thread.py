@@ -10,7 +10,7 @@ import pytest
 
 import nvpool
 from nvpool.sdk.loop_thread import _Call
-from nvpool.testing.fakes.unix_socket_pool import Served
+from nvpool.testing.fakes.unix_socket_pool import UnixSocketPool
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_work_whose_thread_is_interrupted_is_cancelled(loop):
 
 def test_file_collected_in_the_loop_thread_is_stored_and_closed(tmp_path):
     """The garbage collector runs in any thread; a file that it closed in the loop's thread made the loop wait for itself."""
-    served = Served(str(tmp_path))
+    served = UnixSocketPool(str(tmp_path))
     try:
         with nvpool.connect(served.pool.pool_map) as pool:
             runtime = pool.runtime()

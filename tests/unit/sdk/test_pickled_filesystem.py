@@ -16,13 +16,13 @@ from nvpool.client.state.options import ClientOptions
 from nvpool.poolmap.model import encode_map
 from nvpool.sdk.async_filesystem import AsyncFileSystem
 from nvpool.sdk.connect_argument import origin_of
-from nvpool.testing.fakes.unix_socket_pool import Served
+from nvpool.testing.fakes.unix_socket_pool import UnixSocketPool
 
 
 @pytest.fixture(scope="module")
 def served():
     with tempfile.TemporaryDirectory(prefix="nvpool-sdk-") as where:
-        found = Served(where)
+        found = UnixSocketPool(where)
         yield found
         found.close()
 

@@ -16,14 +16,14 @@ from nvpool.core.errors import CrossesVolumes, InUse, InvalidRequest, NoSpace, N
 from nvpool.core.ids import partition_of
 from nvpool.core.units import MIB
 from nvpool.sdk.async_filesystem import AsyncFileSystem
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ROOT = Caller(0, 0)
 
 
 @asynccontextmanager
 async def pool_and_client(**options):
-    async with LocalPool(**options) as pool:
+    async with InProcessPool(**options) as pool:
         client = await pool.client(options=ClientOptions(deadline_s=10.0))
         yield pool, AsyncFileSystem(client, ROOT)
         await client.close()

@@ -27,7 +27,7 @@ from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks.api import create_chunk_store
 from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.memory_store import MemoryChunkStore
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ROOT = Caller(0, 0)
 MARK = b"nobody may find this on a drive "
@@ -224,7 +224,7 @@ def test_store_encrypts_writes_and_cuts(kind, tmp_path):
 
 @asynccontextmanager
 async def pool_and_client(directory: Path | None, **options):
-    async with LocalPool(directory, **options) as pool:
+    async with InProcessPool(directory, **options) as pool:
         client = await pool.client(options=ClientOptions(deadline_s=10.0))
         yield pool, AsyncFileSystem(client, ROOT)
         await client.close()

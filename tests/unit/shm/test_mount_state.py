@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvpool.client.write.crash_journal import Keeping
+from nvpool.client.write.crash_journal import CrashJournal
 from nvpool.core.errors import CorruptRecord, NoSpace, NvpoolError, TooManyOpen, WrongFormat
 from nvpool.shm import mount_state
 from nvpool.shm.arena import Arena
@@ -91,10 +91,10 @@ def test_write_without_its_mark_is_not_finished(descriptor, monkeypatch):
     monkeypatch.setattr(memory.writes, "put", killed)
     with pytest.raises(KeyboardInterrupt):
         memory.keep_write(10, 0, bytes(200), 99, True, 1)
-    assert Keeping(KeptMemory(descriptor)).finished() == {}
+    assert CrashJournal(KeptMemory(descriptor)).finished() == {}
     monkeypatch.undo()
     KeptMemory(descriptor).keep_write(10, 0, bytes(200), 99, True, 1)
-    assert Keeping(KeptMemory(descriptor)).finished() == {99: 200}
+    assert CrashJournal(KeptMemory(descriptor)).finished() == {99: 200}
 
 
 def test_memory_cannot_be_truncated_and_other_version_fails(descriptor):

@@ -68,7 +68,7 @@ class SimulatedClient(NamedTuple):
 Act = Callable[[SimulatedClient], Awaitable[None]]
 
 
-class Work:
+class Workload:
     """Base class of a kind of work.
 
     `losses`: times of power losses. Files are in their own striped directory (`prepare`), so that all shards
@@ -108,7 +108,7 @@ class Work:
         return attr.inode
 
 
-class Blocks(Work):
+class Blocks(Workload):
     """One file of BLOCKS blocks, each a register. It is truncated and grown again, and holes are punched into
     it.
 
@@ -225,7 +225,7 @@ class Blocks(Work):
         ]
 
 
-class _Rounds(Work):
+class _Rounds(Workload):
     """In each round all clients work on one file, which the first of them makes."""
 
     def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float]) -> None:
@@ -400,7 +400,7 @@ def records_problems(content: bytes, records: list[AppendedRecord]) -> list[str]
     return problems
 
 
-class LockWorkload(Work):
+class LockWorkload(Workload):
     """The owner of an exclusive lock is alone, and sees what the last owner wrote under it."""
 
     directory_name = b"Locks"

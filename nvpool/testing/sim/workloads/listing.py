@@ -23,7 +23,7 @@ from nvpool.core.errors import (
     NvpoolError,
     Refused,
 )
-from nvpool.testing.sim.workloads.file_data import CALLER, Act, SimulatedClient, Work
+from nvpool.testing.sim.workloads.file_data import CALLER, Act, SimulatedClient, Workload
 
 NAMES_EACH = 8
 """Names of one client in a directory."""
@@ -67,7 +67,7 @@ class Directory:
         return {name: (one.changes, one.inode) for name, one in self.names.items() if one.is_known}
 
 
-class Listings(Work):
+class Listings(Workload):
     def __init__(self, *shared) -> None:
         super().__init__(*shared)
         self._directories: list[Directory] = []

@@ -18,12 +18,12 @@ from nvpool.core.errors import AlreadyExists, InvariantBroken, NotFound, NvpoolE
 from nvpool.testing.sim.linearizability import (
     NOT_LOOKED_AT,
     NameCall,
-    Names,
+    NamespaceOperations,
     names_problems,
     without_what_was_seen_too_early,
 )
 from nvpool.testing.sim.virtual_time_loop import VirtualLoop
-from nvpool.testing.sim.workloads.file_data import CALLER, ROOT, Act, SimulatedClient, Work
+from nvpool.testing.sim.workloads.file_data import CALLER, ROOT, Act, SimulatedClient, Workload
 
 NAMES = [b"0a", b"0b", b"1a", b"1b"]
 """Names in the first and second of two directories, which may be in two shards."""
@@ -33,7 +33,7 @@ WIDE_SHARE = 0.4
 KINDS = {"create": 4, "unlink": 2, "rename": 1, "replace": 2, "link": 2, "lookup": 3}
 
 
-class Naming(Work):
+class NamespaceWorkload(Workload):
     """All clients work in the newest two directories, until these have had enough calls."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Naming(Work):
         super().__init__(loop, done, losses)
         self._one_shard = one_shard
         self._pairs: list[tuple[list[int], list[NameCall]]] = []
-        self._final: list[Names] = []
+        self._final: list[NamespaceOperations] = []
         self._wrong: list[str] = []
         self._tries = 0
         self._releasing: set[asyncio.Task] = set()

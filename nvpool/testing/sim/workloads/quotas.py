@@ -21,7 +21,7 @@ from nvpool.sdk.volumes import AsyncVolumes
 from nvpool.sdk.volumes import Volume as Shown
 from nvpool.testing.sim.pool import CHUNK_BYTES, SimPool
 from nvpool.testing.sim.virtual_time_loop import VirtualLoop
-from nvpool.testing.sim.workloads.file_data import CALLER, ROOT, Act, SimulatedClient, Work
+from nvpool.testing.sim.workloads.file_data import CALLER, ROOT, Act, SimulatedClient, Workload
 
 FILES, BYTES = (5, 14), (2 * CHUNK_BYTES, 8 * CHUNK_BYTES)
 """Ranges of quotas, small enough to be reached all the time."""
@@ -73,7 +73,7 @@ class _Volume:
         self.gone_s: float | None = None
 
 
-class Quotas(Work):
+class Quotas(Workload):
     """`remove_s`: time at which the last volume is removed; None: never."""
 
     def __init__(

@@ -389,13 +389,13 @@ def _names(pid: str, place: str) -> bool:
 
 
 def test_interrupted_dev_up_keeps_an_existing_pool(tmp_path, capfd):
-    from nvpool.cli.dev_up_rollback import Undoing
+    from nvpool.cli.dev_up_rollback import DevUpRollback
     from nvpool.host.pool_directory import PoolDirectory
 
     place = tmp_path / "pool"
     place.mkdir()
     (place / "FORMAT").write_text(FORMAT_TEXT)
-    with pytest.raises(KeyboardInterrupt), Undoing(PoolDirectory(place), None):
+    with pytest.raises(KeyboardInterrupt), DevUpRollback(PoolDirectory(place), None):
         raise KeyboardInterrupt
     assert (place / "FORMAT").exists() and "was there before and stays" in capfd.readouterr().err
 
@@ -447,14 +447,14 @@ def test_dev_up_checks_the_mount_point_first(tmp_path, capfd, kind, said):
 
 
 def test_failed_dev_up_names_what_remains(tmp_path, capfd):
-    from nvpool.cli.dev_up_rollback import Undoing
+    from nvpool.cli.dev_up_rollback import DevUpRollback
     from nvpool.host.pool_directory import PoolDirectory
 
     place = tmp_path / "pool"
-    with pytest.raises(InvalidRequest), Undoing(PoolDirectory(place), None):
+    with pytest.raises(InvalidRequest), DevUpRollback(PoolDirectory(place), None):
         raise InvalidRequest("nothing was made")
     assert not capfd.readouterr().err
-    with pytest.raises(InvalidRequest), Undoing(PoolDirectory(place), None):
+    with pytest.raises(InvalidRequest), DevUpRollback(PoolDirectory(place), None):
         place.mkdir()
         (place / "FORMAT").write_text(FORMAT_TEXT)
         raise InvalidRequest("it can not be mounted")

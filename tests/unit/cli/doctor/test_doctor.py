@@ -17,7 +17,7 @@ from nvpool.cli.doctor.check_results import BAD, OK, WARN, all_of
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.programs import Program, command
 from nvpool.host.mountinfo import Mount
-from nvpool.security.ca import Authority, Described
+from nvpool.security.ca import CertificateAuthority, CertificateFacts
 
 
 @pytest.fixture
@@ -379,7 +379,8 @@ def test_certificates_that_expire(tmp_path):
         "g/authority.crt": 6.0,
     }
     found = {
-        name: Described("", "1", now_s - 90 * 86_400, now_s + days * 86_400) for name, days in ends.items()
+        name: CertificateFacts("", "1", now_s - 90 * 86_400, now_s + days * 86_400)
+        for name, days in ends.items()
     }
     assert [one for _, one in states(doctor_pool.certificates(found, now_s))] == [
         OK,
@@ -392,7 +393,7 @@ def test_certificates_that_expire(tmp_path):
     ]
     (tmp_path / "etcd").mkdir()
     for name in ("authority.crt", "etcd/authority.crt"):
-        (tmp_path / name).write_bytes(Authority.make("0" * 32).certificate)
+        (tmp_path / name).write_bytes(CertificateAuthority.make("0" * 32).certificate)
     read = doctor_pool.certificate_files(tmp_path)
     assert set(read) == {"authority.crt", "etcd/authority.crt"}
     assert read["authority.crt"].ends_s > SYSTEM_CLOCK.wall_ns() / 1e9

@@ -9,18 +9,18 @@ import pytest
 from msgspec.structs import replace
 
 from nvpool.client.data.hedging_policy import Hedging
-from nvpool.client.data.read_queue import Lane
+from nvpool.client.data.read_queue import ReadQueue
 from nvpool.client.data.replica_choice import BUSIER, ELSEWHERE, HERE, SAME_RACK, SHUN_S, SLOW_S_MIN, Replicas
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.poolmap.model import Node, PoolMap
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 RACKS = {1: "a", 2: "a", 3: "b", 4: ""}
 
 
 def pool_of() -> PoolMap:
     """Targets 1 to 4 on nodes 1 to 4."""
-    base = LocalPool(capacities=(64 << 20,) * 4, replicas=2).pool_map
+    base = InProcessPool(capacities=(64 << 20,) * 4, replicas=2).pool_map
     nodes = tuple(Node(number, f"n{number}", f"host-{number}", (), rack) for number, rack in RACKS.items())
     return replace(base, nodes=nodes, targets=tuple(replace(one, node=one.id) for one in base.targets))
 
@@ -29,18 +29,20 @@ class Reader:
     def __init__(self, host_id: str, rack: str = ""):
         self.now_s = SYSTEM_CLOCK.boottime_s()
         self.view = SimpleNamespace(map=pool_of())
-        self.lanes: dict[int, Lane] = {}
+        self.lanes: dict[int, ReadQueue] = {}
         self.replicas = Replicas(
             self.view, SimpleNamespace(boottime_s=lambda: self.now_s), host_id, rack, self.lane
         )
 
-    def lane(self, target: int) -> Lane:
+    def lane(self, target: int) -> ReadQueue:
         if target not in self.lanes:
-            self.lanes[target] = Lane(target, (), self.replicas.distance(self.view.map.target_by_id[target]))
+            self.lanes[target] = ReadQueue(
+                target, (), self.replicas.distance(self.view.map.target_by_id[target])
+            )
         return self.lanes[target]
 
     def order(self, *targets: int, turn: int = 0) -> list[int]:
-        tried: list[Lane] = []
+        tried: list[ReadQueue] = []
         while len(tried) < len(targets):
             tried.append(self.replicas.best(targets, tried, turn))
         return [lane.target for lane in tried]
@@ -105,7 +107,7 @@ def test_silent_or_slow_replica_is_avoided_for_a_time():
 
 def test_refusals_do_not_count_as_read_latency():
     async def main() -> list[float]:
-        lanes = Lane(1, ()), Lane(2, ())
+        lanes = ReadQueue(1, ()), ReadQueue(2, ())
         hedging = Hedging(SYSTEM_CLOCK, lambda lane: None, lambda: None)
         for lane, good in zip(lanes, (False, True), strict=True):
             hedging.came(hedging.watch(lane, (), lambda sent: None, 1.0), good)

@@ -25,7 +25,7 @@ from nvpool.rpc.peer_roles import credentials_of
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.store.chunks import api as store_api
 from nvpool.store.chunks import block_store
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ME = Caller(0, 0)
 BLOCK = 4096
@@ -37,7 +37,7 @@ class Host:
 
     def __init__(self, **pool_options):
         self.directory = tempfile.mkdtemp(prefix="shortcut-", dir="/tmp")
-        self.pool = LocalPool(
+        self.pool = InProcessPool(
             self.directory,
             endpoints=lambda role, number: f"stream+unix://{self.directory}/{role}{number}.sock",
             **pool_options,
@@ -777,7 +777,7 @@ def test_missing_silent_and_refusing_handovers_differ(tmp_path):
             with pytest.raises(NotSupported):
                 read, _ = os.pipe()
                 os.close(_)
-                short_circuit.Source(1, b"nonsense", [read], asked_s=0.0)
+                short_circuit.LocalDrive(1, b"nonsense", [read], asked_s=0.0)
 
     asyncio.run(asyncio.wait_for(main(), 120))
 

@@ -27,7 +27,7 @@ from nvpool.rpc.transport_registry import transport
 from nvpool.rpc.transports.frame import HELLO
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.store.replication import transfer_client
-from nvpool.testing.fakes.stalling_pool import HoldingPool
+from nvpool.testing.fakes.stalling_pool import StallingPool
 
 ME = Caller(1000, 1000)
 CHUNK = 256 * KIB
@@ -45,7 +45,7 @@ def in_loop(test):
 
 @asynccontextmanager
 async def made(replicas=2, targets=2):
-    async with HoldingPool(
+    async with StallingPool(
         capacities=(64 * MIB,) * targets, replicas=replicas, chunk_bytes=CHUNK, serves_map=True
     ) as pool:
         yield pool, (await pool.client("first", OPTIONS)).vfs

@@ -20,7 +20,7 @@ from nvpool.rpc.api import Greeting
 from nvpool.rpc.transports.stream import StreamTransport, UnixStreamTransport
 from nvpool.rpc.transports.sync_stream import BlockingConnection
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 BLOCK = 4096
 CONTENT = random.Random(7).randbytes(3 * MIB + 5000)
@@ -36,7 +36,7 @@ class Served:
         self._thread.start()
         self._ports: dict[tuple[str, int], int] = {}
         self._scheme = scheme
-        self.pool = LocalPool(self._place.name, endpoints=self._endpoint)
+        self.pool = InProcessPool(self._place.name, endpoints=self._endpoint)
         self.run(self.pool.__aenter__())
 
     def _endpoint(self, role, number):

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from msgspec.structs import replace
 
-from nvpool.client.state.dirty_file import Turn
+from nvpool.client.state.dirty_file import UnfairLock
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.pool_map_cache import FOLLOW_S
 from nvpool.client.state.vfs_types import Caller, DirHandle
@@ -29,7 +29,7 @@ from nvpool.core.errors import (
 from nvpool.core.ids import ROOT_INODE
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 from nvpool.shm.mount_state import KeptMemory, Word
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ME = Caller(5, 6)
 MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -84,7 +84,7 @@ class Completion:
 
 
 class Case:
-    def __init__(self, pool: LocalPool, vfs, kept) -> None:
+    def __init__(self, pool: InProcessPool, vfs, kept) -> None:
         self.pool, self.vfs, self.kept = pool, vfs, kept
 
     @property
@@ -141,10 +141,10 @@ class Case:
 
 
 @asynccontextmanager
-async def case(pool: LocalPool | None = None, **options):
+async def case(pool: InProcessPool | None = None, **options):
     descriptor = KeptMemory.make(1 << 24)
     try:
-        async with pool or LocalPool() as pool:
+        async with pool or InProcessPool() as pool:
             kept = KeptMemory(descriptor)
             client = await pool.client("begun", ClientOptions(retry_first_s=0.001, **options), kept=kept)
             with pytest.raises(NotFound):
@@ -297,7 +297,7 @@ def test_requests_of_a_silent_primary_go_to_its_successor(asked):
     """The client's map may be older than the standby: it shows a shard without one."""
 
     async def whole() -> None:
-        async with case(LocalPool(serves_map=True)) as here:
+        async with case(InProcessPool(serves_map=True)) as here:
             pool = here.pool
             for served in pool._listeners["meta", 1].connections:
                 served._handler = lambda call: None
@@ -340,7 +340,7 @@ def test_idle_client_finds_the_new_primary_later():
     """Otherwise the session ends there, and with it the locks."""
 
     async def whole() -> None:
-        async with case(LocalPool(serves_map=True)) as here:
+        async with case(InProcessPool(serves_map=True)) as here:
             pool, view = here.pool, here.vfs.meta._view
             service = pool.metas[1]
             await pool._hang_up("meta", 1, 0.0)
@@ -675,7 +675,7 @@ def test_file_with_locks_or_an_error_takes_the_slow_path():
 
 def test_turn_is_exclusive_also_with_cancelled_waiters():
     async def whole() -> None:
-        turn, order = Turn(), []
+        turn, order = UnfairLock(), []
 
         async def work(number: int) -> None:
             async with turn:

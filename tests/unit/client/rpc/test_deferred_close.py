@@ -15,7 +15,7 @@ from nvpool.meta.sessions.table import HELD_ALL_MAX, HELD_MAX, Session, Sessions
 from nvpool.meta.state.session_records import SessionRecord
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.sdk.async_filesystem import AsyncFileSystem
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ME = Caller(0, 0)
 LEASE_S = 1.5
@@ -35,7 +35,7 @@ async def until(holds) -> None:
 @asynccontextmanager
 async def pool_and_client():
     options = MetaOptions(session_lease_s=LEASE_S, linger_s=0.1, tick_s=0.1)
-    async with LocalPool(meta_options=options) as pool:
+    async with InProcessPool(meta_options=options) as pool:
         client = await pool.client(options=ClientOptions(deadline_s=10.0, release_s=0.01))
         yield pool, client
         await client.close()

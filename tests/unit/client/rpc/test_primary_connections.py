@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from msgspec.structs import replace
 
 from nvpool.client.rpc import primary_connections
-from nvpool.client.rpc.primary_connections import Primaries
+from nvpool.client.rpc.primary_connections import PrimaryConnections
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import Disconnected
 from nvpool.poolmap.model import Shard, changed
@@ -37,7 +37,7 @@ def with_silent_primary(check):
             view.followed += 1
 
         view.follow = follow
-        asked = Primaries(view, dialer, SYSTEM_CLOCK)
+        asked = PrimaryConnections(view, dialer, SYSTEM_CLOCK)
         shard = view.map.shards[0]
         connection = await asked.connection(shard, soon())
         waiting = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon()))
@@ -86,7 +86,7 @@ def test_admin_request_ends_when_the_primary_changes(monkeypatch):
         dialer = Dialer(Greeting("we"), transports={"inproc": transport})
         view = SimpleNamespace(map=a_map(), changed=[], followed=asyncio.Event())
         view.follow = view.followed.set
-        asked = Primaries(view, dialer, SYSTEM_CLOCK)
+        asked = PrimaryConnections(view, dialer, SYSTEM_CLOCK)
         client = SimpleNamespace(
             vfs=SimpleNamespace(meta=SimpleNamespace(primaries=asked)),
             pool_map=view.map,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nvpool.client.rpc.primary_connections import SILENT_LOG_S, SILENT_S, Primaries
+from nvpool.client.rpc.primary_connections import SILENT_LOG_S, SILENT_S, PrimaryConnections
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import Unreachable
 from nvpool.poolmap.model import MAP_FORMAT, PoolMap, PoolSettings, Shard
@@ -22,7 +22,7 @@ class Bench:
         )
         (self.shard,) = pool_map.shards
         view = SimpleNamespace(map=pool_map, changed=[], follow=self.follow)
-        self.primaries = Primaries(view, self, self.clock)
+        self.primaries = PrimaryConnections(view, self, self.clock)
 
     def follow(self):
         self.followed += 1

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from nvpool.client.rpc.slot_journal import Once, PendingSlot
+from nvpool.client.rpc.slot_journal import PendingSlot, SlotJournal
 from nvpool.shm.mount_state import KeptMemory
 
 MKDIR, CHMOD = 1, 2
@@ -29,7 +29,9 @@ def memory():
 def begin(memory):
     """A process: (its Once, its session, the slots that are free again)."""
     session, free = Session(), []
-    once = Once(memory, {7: session}, lambda state, slot, sequence, generation: free.append((slot, sequence)))
+    once = SlotJournal(
+        memory, {7: session}, lambda state, slot, sequence, generation: free.append((slot, sequence))
+    )
     session.early = once.take_over(7, 0)
     return once, session, free
 

@@ -12,7 +12,7 @@ from nvpool.client.state.options import ClientOptions, configured
 from nvpool.core.config import ClientSection
 from nvpool.core.errors import BadConfiguration
 from nvpool.poolmap.model import encode_map
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 OF_THE_MOUNT = {"attr_timeout_s", "entry_timeout_s", "engine", "workers"}
 CHANGED = {
@@ -45,7 +45,7 @@ def test_every_configuration_key_is_an_option():
 
 
 def test_client_of_a_directory_uses_its_configuration(tmp_path):
-    (tmp_path / "poolmap.json").write_bytes(encode_map(LocalPool().pool_map))
+    (tmp_path / "poolmap.json").write_bytes(encode_map(InProcessPool().pool_map))
     lines = [f"{key} = {json.dumps(value)}\n" for key, value in CHANGED.items()]
     (tmp_path / "node.toml").write_text("[client]\n" + "".join(lines))
     assert opened(tmp_path) == ClientOptions(**CHANGED)

@@ -20,7 +20,7 @@ from nvpool.core.units import KIB
 from nvpool.meta.server.service import MetaOptions
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.sdk.async_filesystem import AsyncFileSystem
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(1000, 1000)
@@ -41,7 +41,7 @@ class Standing(SystemClock):
         return SystemClock.boottime_s() + self.ahead_s
 
 
-class CountingPool(LocalPool):
+class CountingPool(InProcessPool):
     """`sent`: messages that arrived at the shard and at the stores. `lose(call)`: drops the reply."""
 
     def __init__(self, *arguments, **named) -> None:
@@ -66,7 +66,7 @@ class Case:
             make_store=self.make, meta_options=meta or MetaOptions(watch_s=1.0), **pool_options
         )
 
-    async def make(self, pool: LocalPool, target: int) -> PlainStore:
+    async def make(self, pool: InProcessPool, target: int) -> PlainStore:
         return PlainStore(target, pool.grant_secret, chunks=self.chunks.setdefault(target, {}))
 
     async def __aenter__(self) -> Case:

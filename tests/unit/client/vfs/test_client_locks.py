@@ -28,7 +28,7 @@ from nvpool.meta.server import service as meta_service
 from nvpool.meta.server.service import MetaOptions
 from nvpool.meta.state.lock_table import TURN_S
 from nvpool.rpc.v1 import wire_pb2
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ME = Caller(0, 0)
 OPTIONS = ClientOptions(deadline_s=5.0, release_s=0.01)
@@ -39,7 +39,7 @@ class Case:
     """An in-memory pool with a file that two clients have open, each with two descriptors."""
 
     def __init__(self, **pool_options):
-        self.pool = LocalPool(**pool_options)
+        self.pool = InProcessPool(**pool_options)
 
     async def __aenter__(self) -> Case:
         await self.pool.__aenter__()

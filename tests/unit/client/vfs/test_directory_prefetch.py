@@ -18,7 +18,7 @@ from nvpool.meta.server.service import MetaOptions
 from nvpool.meta.state.volume_records import LISTED, VolumeRecord
 from nvpool.rpc.messages.direntries import DirectoryPage, pack_entry
 from nvpool.rpc.v1.meta_pb2 import Attr
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 from tests.unit.client.state.test_small_file_cache import EXACT, ME, Case, get, put, run
 from tests.unit.client.vfs.test_lookup_batcher import outcome_of
 
@@ -234,7 +234,7 @@ def test_several_directories_are_each_listed():
 @pytest.mark.parametrize("shards", [1, 3])
 def test_striped_directory_is_listed_at_all_its_shards(shards):
     async def main() -> None:
-        async with LocalPool(shards=shards, meta_options=META) as pool:
+        async with InProcessPool(shards=shards, meta_options=META) as pool:
             other, one = (await pool.client()).vfs, (await pool.client()).vfs
             there, names = await filled(other, 300, wide=True)
             await one.getattr(ROOT_INODE)

@@ -18,7 +18,7 @@ from nvpool.meta.state import records
 from nvpool.rpc.api import Call
 from nvpool.rpc.v1 import meta_pb2
 from nvpool.rpc.v1.wire_pb2 import Method
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 from tests.unit.client.state.test_small_file_cache import EXACT, LONG, ME, Case, put, run, state_of, until
 
 
@@ -212,7 +212,7 @@ def test_no_fast_path_without_a_session_or_a_watch():
 @pytest.mark.parametrize("shards", [2, 3])
 def test_names_and_inodes_of_several_shards(shards):
     async def main() -> None:
-        async with LocalPool(shards=shards) as pool:
+        async with InProcessPool(shards=shards) as pool:
             other, one = (await pool.client()).vfs, (await pool.client()).vfs
             striped = (await other.mkdir(ROOT_INODE, b"wide", 0o755, ME, wide=True)).inode
             parents = [

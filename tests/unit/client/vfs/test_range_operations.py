@@ -16,7 +16,7 @@ from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB, MIB
 from nvpool.fuse.ops.operations import FuseOps, errno_of
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(0, 0)
@@ -29,7 +29,7 @@ def in_a_pool(clients=1, directory=False, **pool_options):
     def wrap(test):
         def run(tmp_path):
             async def main():
-                async with LocalPool(tmp_path if directory else None, **pool_options) as pool:
+                async with InProcessPool(tmp_path if directory else None, **pool_options) as pool:
                     made = [(await pool.client(f"client {number}", OPTIONS)).vfs for number in range(clients)]
                     await test(pool, *made)
 

@@ -28,8 +28,8 @@ from nvpool.poolmap.shards import partition_moves
 from nvpool.poolmap.shards.partitions import partition_of_name
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.sdk.dump import dump, load
-from nvpool.sdk.fsck.check import Checkup, check_metadata
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.sdk.fsck.check import FsckReport, check_metadata
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0)
@@ -46,7 +46,7 @@ class Wide:
     """A pool of three shards with an empty striped directory, and two clients."""
 
     def __init__(self, shards: int = 3) -> None:
-        self.pool = LocalPool(shards=shards)
+        self.pool = InProcessPool(shards=shards)
 
     async def __aenter__(self) -> Wide:
         await self.pool.__aenter__()
@@ -433,7 +433,7 @@ def test_stripe_is_a_record_and_a_line_of_a_dump():
 
 async def checked(wide: Wide, repair: bool = False) -> list[tuple[str, bool]]:
     client = await wide.pool.client()
-    checkup = Checkup()
+    checkup = FsckReport()
     await check_metadata(client, checkup, repair=repair)
     return [(problem.kind, problem.repaired) for problem in checkup.problems]
 
@@ -498,7 +498,7 @@ def test_shard_with_an_older_map_does_not_remove_the_directory():
     """Its map is older: a new shard has created a name that the shards of the older map do not know."""
 
     async def main() -> None:
-        async with LocalPool(shards=2, serves_map=True) as pool:
+        async with InProcessPool(shards=2, serves_map=True) as pool:
             vfs = (await pool.client("first", OPTIONS)).vfs
             decides, wide, number = vfs.meta.shard_of(ROOT_INODE), 0, 0
             while (

@@ -14,7 +14,7 @@ from nvpool.core.errors import NoSpace, NvpoolError, WritesLost
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB, MIB
 from nvpool.rpc.v1 import wire_pb2
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(1000, 1000)
@@ -26,7 +26,7 @@ class Case:
 
     async def __aenter__(self) -> Case:
         self.chunks: dict[int, dict] = {}
-        self.pool = LocalPool(make_store=self.make)
+        self.pool = InProcessPool(make_store=self.make)
         await self.pool.__aenter__()
         self.one, self.two = [(await self.pool.client(name, FAST)).vfs for name in ("one", "two")]
         self.inode = (await self.one.create(ROOT_INODE, b"log", 0o644, os.O_WRONLY, ME))[0].inode
@@ -35,7 +35,7 @@ class Case:
         ]
         return self
 
-    async def make(self, pool: LocalPool, target: int) -> PlainStore:
+    async def make(self, pool: InProcessPool, target: int) -> PlainStore:
         return PlainStore(target, pool.grant_secret, chunks=self.chunks.setdefault(target, {}))
 
     async def __aexit__(self, *failure) -> None:

@@ -12,7 +12,7 @@ from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.vfs_types import Caller
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB, MIB
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(0, 0)
@@ -33,13 +33,13 @@ async def neighbours(seed: int, steps: int, real: bool) -> None:
         read_ahead_bytes=256 * KIB,
     )
 
-    async def plain(pool: LocalPool, target: int) -> PlainStore:
+    async def plain(pool: InProcessPool, target: int) -> PlainStore:
         store = PlainStore(target, pool.grant_secret, chunks=chunks.setdefault(target, {}))
         store.fault = lambda call: dice.random() * 0.004
         return store
 
     chunks: dict[int, dict] = {}
-    async with LocalPool(chunk_bytes=64 * KIB, make_store=None if real else plain) as pool:
+    async with InProcessPool(chunk_bytes=64 * KIB, make_store=None if real else plain) as pool:
         clients = [(await pool.client(f"client {number}", options)).vfs for number in range(2)]
         _, first = await clients[0].create(ROOT_INODE, b"file", 0o644, os.O_RDWR, ME)
         rounds = 60
@@ -110,7 +110,7 @@ def test_neighbouring_writers_lose_nothing_in_a_long_run(seed):
 @pytest.mark.parametrize("opened_again", [False, True])
 def test_listing_overtaken_by_a_flush_shows_the_new_size(opened_again):
     async def scene() -> None:
-        async with LocalPool() as pool:
+        async with InProcessPool() as pool:
             vfs = (await pool.client("one")).vfs
             attr, handle = await vfs.create(ROOT_INODE, b"file", 0o644, os.O_RDWR, ME)
             await vfs.write(handle, 0, b"written")

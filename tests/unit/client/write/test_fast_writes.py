@@ -18,7 +18,7 @@ import pytest
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.vfs_types import Caller
 from nvpool.client.write import fast_writes
-from nvpool.client.write.crash_journal import Keeping
+from nvpool.client.write.crash_journal import CrashJournal
 from nvpool.core.checksum import piece_checksums
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import LockLost, NoSpace
@@ -30,7 +30,7 @@ from nvpool.rpc.transports.frame import EMPTY, REQUEST, pack_head, read_head
 from nvpool.rpc.v1 import meta_pb2
 from nvpool.rpc.v1.wire_pb2 import DATA_WRITE, META_REPORT
 from nvpool.shm.mount_state import KeptMemory, Word
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ME = Caller(5, 6)
 packing = fast_writes._fast_writes
@@ -118,7 +118,7 @@ class Wire:
 
 
 class Case:
-    def __init__(self, pool: LocalPool, vfs, kept: KeptMemory) -> None:
+    def __init__(self, pool: InProcessPool, vfs, kept: KeptMemory) -> None:
         self.pool, self.vfs, self.kept = pool, vfs, kept
 
     async def begin(self, name: bytes = b"f"):
@@ -201,7 +201,7 @@ async def case(**options):
     descriptor = KeptMemory.make(1 << 24)
     try:
         with tempfile.TemporaryDirectory() as directory:
-            async with LocalPool(
+            async with InProcessPool(
                 endpoints=lambda role, number: f"stream+unix://{directory}/{role}{number}"
             ) as pool:
                 kept = KeptMemory(descriptor)
@@ -618,11 +618,11 @@ def test_crash_journal_has_the_written_bytes():
         wire.hold = True
         content = os.urandom(9000)
         assert here.vfs.write_now(handle, 0, content, 99)
-        left = Keeping(here.kept).left()[handle.inode]
+        left = CrashJournal(here.kept).left()[handle.inode]
         assert [(piece.offset, bytes(piece.data)) for piece in left.pieces] == [
             (0, content)
         ] and left.stored_end == 0
-        assert Keeping(here.kept).finished() == {99: 9000}
+        assert CrashJournal(here.kept).finished() == {99: 9000}
         wire.hold = False
         wire.connection._end("lost")
         await here.flush(handle)

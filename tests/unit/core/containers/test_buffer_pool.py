@@ -3,11 +3,11 @@
 import sys
 import threading
 
-from nvpool.core.containers.buffer_pool import Spares
+from nvpool.core.containers.buffer_pool import PayloadBuffers
 
 
 def test_memory_is_reused_only_without_references():
-    spares = Spares()
+    spares = PayloadBuffers()
     first = spares.take(100_000)
     part = first[5:10]
     memory = id(first.obj)
@@ -20,19 +20,19 @@ def test_memory_is_reused_only_without_references():
 
 
 def test_spare_memory_is_bounded():
-    spares = Spares()
+    spares = PayloadBuffers()
     held = [spares.take(size) for size in (1 << 17, 1 << 20, 3 << 20) for _ in range(40)]
     assert len({id(view.obj) for view in held}) == len(held)
     held.clear()
     for size in (1 << 17, 1 << 20, 3 << 20, 32 << 20):
         spares.take(size)
         kept = sum(len(memory) for memories in spares._kept.values() for memory in memories)
-        assert kept == spares._bytes <= Spares.BYTES_MAX
-        assert all(len(memories) <= Spares.COUNT_MAX for memories in spares._kept.values())
+        assert kept == spares._bytes <= PayloadBuffers.BYTES_MAX
+        assert all(len(memories) <= PayloadBuffers.COUNT_MAX for memories in spares._kept.values())
 
 
 def test_threads_never_get_the_same_memory():
-    spares = Spares()
+    spares = PayloadBuffers()
     wrong = []
 
     def work(number):

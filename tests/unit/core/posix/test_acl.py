@@ -18,11 +18,11 @@ from nvpool.core.posix import acl
 from nvpool.core.posix.acl import GROUP, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, AclEntry
 from nvpool.meta.state import records
 from nvpool.sdk.dump import dump, load
-from nvpool.sdk.fsck.check import Checkup, check_metadata
+from nvpool.sdk.fsck.check import FsckReport, check_metadata
 from nvpool.sdk.transfer.export_tree import export_tree
 from nvpool.sdk.transfer.import_tree import import_tree
 from nvpool.sdk.transfer.progress import TransferOptions, TransferProgress
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ME = Caller(1000, 100)
 MASKED = Caller(1000, 100, umask=0o077)
@@ -134,11 +134,11 @@ def in_a_pool(main, **options):
     """Run main(pool, vfs, directory inode), then check that the metadata has no problems."""
 
     async def whole():
-        async with LocalPool(**options) as pool:
+        async with InProcessPool(**options) as pool:
             client = await pool.client("acl", OPTIONS)
             top = (await client.vfs.mkdir(ROOT_INODE, b"top", 0o755, ME)).inode
             await main(pool, client.vfs, top)
-            checkup = Checkup()
+            checkup = FsckReport()
             await check_metadata(await pool.client("check"), checkup)
             assert not checkup.problems
 
@@ -272,13 +272,13 @@ def test_default_acl_is_inherited_across_shards(tmp_path):
     in_a_pool(main, shards=3)
 
     async def loaded():
-        async with LocalPool(shards=3) as pool:
+        async with InProcessPool(shards=3) as pool:
             await load(await pool.client(), tmp_path / "dump")
             vfs = (await pool.client("again", OPTIONS)).vfs
             below = await vfs.lookup((await vfs.lookup(ROOT_INODE, b"top")).inode, b"d5")
             assert await get(vfs, below.inode) == NAMED
             assert stat.S_IMODE((await make(vfs, below.inode, b"g")).mode) == 0o660
-            checkup = Checkup()
+            checkup = FsckReport()
             await check_metadata(await pool.client("check"), checkup)
             assert not checkup.problems
 
@@ -337,7 +337,7 @@ def test_check_repairs_acls_and_their_flags():
                 (records.xattr_key(inodes[3], acl.ACCESS), None),
             ]
         )
-        checkup = Checkup()
+        checkup = FsckReport()
         await check_metadata(await pool.client("repair"), checkup, repair=True)
         assert sum(problem.kind == "acl" for problem in checkup.problems) == 4 and all(
             one.repaired for one in checkup.problems

@@ -7,7 +7,7 @@ import socket
 from nvpool.client.state.vfs_types import Caller
 from nvpool.fuse.kernel.read_worker_channel import GO, Channel, word
 from nvpool.fuse.ops.handles import Handles
-from nvpool.fuse.ops.read_worker_files import Published
+from nvpool.fuse.ops.read_worker_files import PublishedFiles
 from nvpool.fuse.protocol.requests import HEADER, HEADER_BYTES
 from nvpool.shm.mount_state import PUBLISHED, KeptHandles, KeptMemory
 
@@ -52,7 +52,7 @@ def test_closed_peer_is_ignored():
 
 
 def published(memory):
-    found = Published()
+    found = PublishedFiles()
     found.begin(handles := Handles(memory))
 
     def take(inode):

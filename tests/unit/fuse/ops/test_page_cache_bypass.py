@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from nvpool.fuse.ops.page_cache_bypass import UNWAITED_MAX, Bypassing
+from nvpool.fuse.ops.page_cache_bypass import UNWAITED_MAX, PageCacheBypass
 
 INODE = 7
 
@@ -28,7 +28,7 @@ class Kernel:
 
 def test_write_behind_the_end_in_its_page_drops_it_first():
     async def main():
-        pages = Bypassing(asyncio.ensure_future)
+        pages = PageCacheBypass(asyncio.ensure_future)
         kernel = Kernel(pages)
         await pages.written_behind(INODE, 5000, 5100)
         assert kernel.dropped == [(INODE, 5000, 100)]
@@ -39,7 +39,7 @@ def test_write_behind_the_end_in_its_page_drops_it_first():
 
 def test_write_that_locks_its_page_seldom_waits():
     async def main():
-        pages = Bypassing(asyncio.ensure_future)
+        pages = PageCacheBypass(asyncio.ensure_future)
         kernel, waited = Kernel(pages), []
         kernel.locked = asyncio.Event()
         for number in range(3 * UNWAITED_MAX):
@@ -59,7 +59,7 @@ def test_write_that_locks_its_page_seldom_waits():
 
 def test_page_dropped_in_time_is_waited_for_again():
     async def main():
-        pages = Bypassing(asyncio.ensure_future)
+        pages = PageCacheBypass(asyncio.ensure_future)
         kernel = Kernel(pages)
         kernel.locked = asyncio.Event()
         await pages.written_behind(INODE, 5000, 5100)

@@ -10,13 +10,13 @@ from msgspec.structs import replace
 from nvpool.core.clock import ManualClock
 from nvpool.core.units import CHAINS_PER_TABLE
 from nvpool.kv.memory_engine import MemoryKv
-from nvpool.meta.gc.truncations import Cuts
+from nvpool.meta.gc.truncations import Truncations
 from nvpool.meta.migration.ownership import PartitionOwnership
 from nvpool.meta.state.lock_table import LockTable
 from nvpool.meta.state.record_locks import Holds
 from nvpool.meta.state.records import Inode, Intent, ShardIdentity, decode_inode, encode_inode, inode_key
 from nvpool.meta.state.transaction import View
-from nvpool.meta.state.transaction_records import SpanId
+from nvpool.meta.state.transaction_records import TransactionId
 from nvpool.meta.state.volume_access import VolumeAccess
 from nvpool.meta.store_client import Targets
 from nvpool.poolmap.model import MAP_FORMAT, Chain, ChainTable, Drive, Node, PoolMap, PoolSettings, Target
@@ -62,7 +62,7 @@ class FakeTargets:
 
     async def cut(self) -> list[int]:
         view = SimpleNamespace(cutting={}, access=VolumeAccess())
-        cuts = Cuts(MemoryKv(), view, self.targets, asyncio.ensure_future)
+        cuts = Truncations(MemoryKv(), view, self.targets, asyncio.ensure_future)
         await asyncio.wait_for(cuts.begin(5, Intent(size=0, cut=1, chunk_bits=20, end=0, table=1)), 60)
         return self.order
 
@@ -104,8 +104,8 @@ def test_hole_ends_in_closed_partitions_and_locked_records():
         holds = Holds(ranges, view, clock.boottime_s)
         ranges.changed = holds.look_through
         ranges.close((0,))
-        holds.take(SpanId(2, 1, 1), 1, [inode_key(5)])
-        cuts = Cuts(kv, view, fakes.targets, asyncio.ensure_future)
+        holds.take(TransactionId(2, 1, 1), 1, [inode_key(5)])
+        cuts = Truncations(kv, view, fakes.targets, asyncio.ensure_future)
         await asyncio.wait_for(cuts.begin(5, Intent(size=0, cut=1, chunk_bits=20, end=1 << 20, table=1)), 60)
         assert not view.cutting
         return decode_inode(5, kv.get(inode_key(5))).blocks

@@ -14,8 +14,8 @@ from nvpool.core.ids import ROOT_INODE
 from nvpool.meta.server.service import MetaOptions
 from nvpool.poolmap.shards import partition_moves
 from nvpool.poolmap.shards.partitions import partition_of_directory
-from nvpool.sdk.fsck.check import Checkup, check_metadata
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.sdk.fsck.check import FsckReport, check_metadata
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=120.0)
@@ -67,12 +67,12 @@ class Load:
                 assert (await vfs.getattr(inode)).links == 1
 
 
-async def kill(pool: LocalPool, shard: int) -> None:
+async def kill(pool: InProcessPool, shard: int) -> None:
     await pool.stop_shard(shard=shard)
     await pool.start_shard(shard)
 
 
-async def until_at_rest(pool: LocalPool) -> None:
+async def until_at_rest(pool: InProcessPool) -> None:
     async with asyncio.timeout(WAIT_S):
         while pool.pool_map.moves or any(
             one["partitions_coming"] + one["partitions_leaving"]
@@ -84,7 +84,7 @@ async def until_at_rest(pool: LocalPool) -> None:
             await asyncio.sleep(0.01)
 
 
-async def until_settled(pool: LocalPool) -> None:
+async def until_settled(pool: InProcessPool) -> None:
     """Wait until no record is locked and every shard knows each decision."""
     async with asyncio.timeout(WAIT_S):
         while any(  # noqa: ASYNC110
@@ -99,7 +99,7 @@ async def until_settled(pool: LocalPool) -> None:
 def test_names_survive_shard_crashes_during_migration(seed, tmp_path):
     async def main() -> None:
         chance = random.Random(seed)
-        async with LocalPool(tmp_path, serves_map=True, shards=1 + seed % 2) as pool:
+        async with InProcessPool(tmp_path, serves_map=True, shards=1 + seed % 2) as pool:
             pool.loses_moved = lambda: chance.choice(["", "", "question", "answer"])
             loads = [
                 Load((await pool.client(f"client {number}", OPTIONS)).vfs, number) for number in range(2)
@@ -130,7 +130,7 @@ def test_names_survive_shard_crashes_during_migration(seed, tmp_path):
                 assert load.turns
                 await load.check(load.vfs)
                 await load.check(another.vfs)
-            checkup = Checkup()
+            checkup = FsckReport()
             await check_metadata(another, checkup)
             assert not checkup.problems, checkup.problems
 
@@ -141,7 +141,7 @@ def test_owned_partitions_are_adopted_before_the_next_attempt(tmp_path):
     """The next attempt first removes the remains of the one before; the map that completes that one may arrive with it."""
 
     async def main() -> None:
-        async with LocalPool(tmp_path, serves_map=True) as pool:
+        async with InProcessPool(tmp_path, serves_map=True) as pool:
             load = Load((await pool.client("client", OPTIONS)).vfs, 1)
             await load.begin()
             pool.deaf.add(2)
@@ -165,7 +165,7 @@ def test_open_orphan_survives_a_crash_of_the_destination(
     """The open was reported to the process that died; the client has a lease period to report it to the next one."""
 
     async def main() -> None:
-        async with LocalPool(tmp_path, serves_map=True, meta_options=MetaOptions(linger_s=0.0)) as pool:
+        async with InProcessPool(tmp_path, serves_map=True, meta_options=MetaOptions(linger_s=0.0)) as pool:
             client = await pool.client("client", OPTIONS)
             vfs, new = client.vfs, pool.new_shard(2)
             _, going = partition_moves.next_batch(partition_moves.shard_added(pool.pool_map, new), 1)

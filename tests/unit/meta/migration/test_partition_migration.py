@@ -17,10 +17,10 @@ from nvpool.core.ids import ROOT_INODE, inode_number, partition_of
 from nvpool.core.posix.byte_range_locks import EXCLUSIVE, RECORD, SHARED, UNLOCKED
 from nvpool.core.units import PARTITION_COUNT
 from nvpool.kv.memory_engine import MemoryKv
-from nvpool.meta.migration.cleanup import Leaving
+from nvpool.meta.migration.cleanup import PartitionCleanup
 from nvpool.meta.migration.ownership import PartitionOwnership
 from nvpool.meta.migration.sessions import bring_all, sessions_to_move
-from nvpool.meta.sessions.lock_service import LockWaits
+from nvpool.meta.sessions.lock_service import LockService
 from nvpool.meta.sessions.table import Sessions
 from nvpool.meta.state.lock_table import LockTable, Owner
 from nvpool.meta.state.records import (
@@ -37,7 +37,7 @@ from nvpool.meta.state.transaction import View
 from nvpool.poolmap.model import MAP_FORMAT, PartitionRange, PoolMap, PoolSettings
 from nvpool.poolmap.shards import partition_moves
 from nvpool.poolmap.shards.partitions import partition_of_directory
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=60.0)
@@ -64,7 +64,7 @@ class Moving:
     """A pool, one of its clients, and the expected tree."""
 
     def __init__(self, shards: int = 1, **pool_options) -> None:
-        self.pool = LocalPool(shards=shards, serves_map=True, **pool_options)
+        self.pool = InProcessPool(shards=shards, serves_map=True, **pool_options)
         self.files: dict[tuple[int, bytes], bytes] = {}
         self.inodes: dict[tuple[int, bytes], int] = {}
         self.directories = [ROOT_INODE]
@@ -355,7 +355,7 @@ def test_full_shard_assigns_migrated_locks_later():
     async def main() -> None:
         clock, kv = ManualClock(), FullKv()
         table, sessions = LockTable(clock, 60.0), Sessions(kv, 60.0, shard=2)
-        locks = LockWaits(kv, table, clock)
+        locks = LockService(kv, table, clock)
         inode = inode_number(9, 1)
         ours, theirs = (
             sessions.arrive(number, SessionRecord(bytes(16), 1, "client", True, 77), (), 0.0)
@@ -382,7 +382,7 @@ def test_migrated_records_are_removed_before_new_ones_arrive():
         clock, kv = ManualClock(), FullKv()
         view = View(kv, ShardIdentity(1, bytes(16)), bytes(32), 60.0, LockTable(clock, 60.0))
         ranges = PartitionOwnership(kv, view)
-        leaving = Leaving(SimpleNamespace(shard=1, kv=kv, view=view, ranges=ranges))
+        leaving = PartitionCleanup(SimpleNamespace(shard=1, kv=kv, view=view, ranges=ranges))
         key = inode_key(inode_number(9, 1))
         kv.apply([(key, encode_inode(Inode(inode_number(9, 1), 0o100644)))])
         view.inode_count = 2

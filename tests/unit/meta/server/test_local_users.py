@@ -25,7 +25,7 @@ from nvpool.meta.operations import setattr as valid
 from nvpool.meta.server import local_user_permissions
 from nvpool.meta.server.dispatch_table import CHANGES, QUERIES
 from nvpool.meta.server.service import MetaOptions, MetaService
-from nvpool.rpc.access_control import RIGHTS, Callers, Who
+from nvpool.rpc.access_control import RIGHTS, Callers, LeastRight
 from nvpool.rpc.messages.direntries import DirectoryPage
 from nvpool.rpc.peer_roles import Credentials, Peer
 from nvpool.rpc.v1 import meta_pb2 as pb
@@ -392,7 +392,7 @@ async def test_sessions_of_others_are_refused(place):
 @scenario
 async def test_methods_of_nodes_are_refused_to_users(place):
     for name, number in wire.Method.items():
-        if name.startswith("META_") and RIGHTS[number].who not in (Who.USER, Who.VOLUME):
+        if name.startswith("META_") and RIGHTS[number].who not in (LeastRight.USER, LeastRight.VOLUME):
             call = DirectCall(number, b"", peer=peer(US))
             place.service.handle(call)
             await refused(AccessDenied, call.wait())
@@ -402,7 +402,9 @@ async def test_methods_of_nodes_are_refused_to_users(place):
 
 
 def test_each_user_method_has_a_guard():
-    asked = {method for method in (CHANGES | QUERIES) if RIGHTS[method].who in (Who.USER, Who.VOLUME)}
+    asked = {
+        method for method in (CHANGES | QUERIES) if RIGHTS[method].who in (LeastRight.USER, LeastRight.VOLUME)
+    }
     assert set(local_user_permissions._GUARDS) == asked
 
 

@@ -24,7 +24,7 @@ from nvpool.meta.state.records import Inode
 from nvpool.meta.state.transaction import fill_attr
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.error_codec import decode_error
-from nvpool.rpc.multiplexer import IN_FLIGHT_MAX, Answerer
+from nvpool.rpc.multiplexer import IN_FLIGHT_MAX, ServerConnection
 from nvpool.rpc.peer_roles import Credentials, Peer
 from nvpool.rpc.stats import ReplyStats
 from nvpool.rpc.transport_registry import transport
@@ -51,7 +51,7 @@ MESSAGES = {
 }
 
 
-class Ordinary(Answerer):
+class Ordinary(ServerConnection):
     """Replies of the service to a frame by the slow path."""
 
     def __init__(self, service):

@@ -15,12 +15,12 @@ from nvpool.kv.replication.commit_mark import CommitMark
 from nvpool.kv.replication.member_engine import MemberKv
 from nvpool.kv.replication.standby import StandbyKv
 from nvpool.kv.replication_log import Position, ReplicationHistory
-from nvpool.meta.server.commit_gate import Gate
+from nvpool.meta.server.commit_gate import CommitGate
 from nvpool.meta.server.replication_rpc import PrimaryService, StandbyService
 from nvpool.meta.server.shard_member import MemberOptions, ShardMember
 from nvpool.meta.service_auth import AuthorityCheck, ServiceRight
 from nvpool.node.coordination.leadership import Leadership
-from nvpool.node.coordination.shard_failover import HEARD_S, LEASE_S, ShardKeeper
+from nvpool.node.coordination.shard_failover import HEARD_S, LEASE_S, ShardFailover
 from nvpool.poolmap.model import MAP_FORMAT, Node, PoolMap, PoolSettings, Shard, StandbyMember, decode_map
 from nvpool.poolmap.shards import members as shard_members
 from nvpool.rpc.v1 import meta_pb2 as pb
@@ -55,7 +55,7 @@ class Bench:
         self.answer = None
         self.records: dict[int, bool | None] = {}
         """Replies of the standbys that are asked: True unless set here."""
-        self.keeper = ShardKeeper(
+        self.keeper = ShardFailover(
             lambda: self.map,
             self.change,
             self.clock,
@@ -364,7 +364,7 @@ def test_service_right_is_valid_until_it_expires():
 def gated(needs_lease=True):
     clock, history = ManualClock(), ReplicationHistory(Position(0, 0))
     history.alone = False
-    gate = Gate(history, clock, lambda: needs_lease)
+    gate = CommitGate(history, clock, lambda: needs_lease)
     gate.lease_until_s = clock.boottime_s() + 1.0
     return gate, history, clock
 

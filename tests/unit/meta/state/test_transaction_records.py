@@ -12,7 +12,7 @@ from nvpool.meta.state.transaction_records import (
     TURN_HERE,
     TURN_KEY,
     Decision,
-    SpanId,
+    TransactionId,
     decided_key,
     decode_decision,
     decode_held,
@@ -23,7 +23,7 @@ from nvpool.meta.state.transaction_records import (
 )
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "spanning_records.json"
-SPAN = SpanId(3, 0x1122_3344_5566_7788, 9)
+SPAN = TransactionId(3, 0x1122_3344_5566_7788, 9)
 DECISION = Decision(TURN_HERE, {2: [(b"key", b"value"), (b"gone", None), (b"empty", b"")], 1: []})
 KEYS = st.binary(min_size=1, max_size=300)
 

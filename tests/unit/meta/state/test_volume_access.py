@@ -15,7 +15,7 @@ from nvpool.rpc.peer_roles import Credentials
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.sdk.async_filesystem import AsyncFileSystem
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 from nvpool.testing.fakes.meta_shard import PEER, DirectCall
 
 GRANTED, UNGRANTED, NODE, NOBODY = "client/reader.0a1b2c3d", "client/other.0a1b2c3d", "node/1", ""
@@ -82,7 +82,7 @@ async def reported_attributes(meta, member: str, session: int, inodes: list[int]
 
 def test_client_without_a_right_does_not_see_the_volume():
     async def main() -> None:
-        async with LocalPool() as pool:
+        async with InProcessPool() as pool:
             client = await pool.client(options=ClientOptions(deadline_s=10.0))
             fs, meta = AsyncFileSystem(client, Caller(0, 0)), next(iter(pool.metas.values()))
             made = await fs.volumes.create("secret")
@@ -178,7 +178,7 @@ async def reported_tokens(
 
 def test_listings_and_look_ups_carry_no_unauthorized_tokens():
     async def main() -> None:
-        async with LocalPool() as pool:
+        async with InProcessPool() as pool:
             client = await pool.client(options=ClientOptions(deadline_s=10.0))
             fs, meta = AsyncFileSystem(client, Caller(0, 0)), next(iter(pool.metas.values()))
             made = await fs.volumes.create("secret")
@@ -205,7 +205,7 @@ def test_listings_and_look_ups_carry_no_unauthorized_tokens():
 
 def test_local_user_may_only_query_a_volume():
     async def main() -> None:
-        async with LocalPool() as pool:
+        async with InProcessPool() as pool:
             client = await pool.client(options=ClientOptions(deadline_s=10.0))
             fs, meta = AsyncFileSystem(client, Caller(0, 0)), next(iter(pool.metas.values()))
             made = await fs.volumes.create("scratch")

@@ -24,13 +24,13 @@ from nvpool.core.errors import (
 from nvpool.core.ids import ROOT_INODE, inode_number, partition_of
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.state import records
-from nvpool.meta.state.transaction import CutInProgress
-from nvpool.meta.state.transaction_records import NO_TURN, Decision, SpanId, partition_of_held
+from nvpool.meta.state.transaction import TruncationInProgress
+from nvpool.meta.state.transaction_records import NO_TURN, Decision, TransactionId, partition_of_held
 from nvpool.meta.transactions import coordinator, participant
 from nvpool.meta.transactions.peer_shards import id_message
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0)
@@ -42,7 +42,7 @@ class Names:
 
     def __init__(self, options: ClientOptions = OPTIONS, **pool_options) -> None:
         self.options = options
-        self.pool = LocalPool(shards=len(SHARDS), **pool_options)
+        self.pool = InProcessPool(shards=len(SHARDS), **pool_options)
 
     async def __aenter__(self) -> Names:
         await self.pool.__aenter__()
@@ -337,7 +337,7 @@ def test_leases_end_while_a_silent_coordinator_is_queried(monkeypatch):
         asked: list = []
         outcome = pool.metas[2]._routes[wire.META_OUTCOME]
         pool.metas[2]._routes[wire.META_OUTCOME] = asked.append
-        span = SpanId(2, 7, 1)
+        span = TransactionId(2, 7, 1)
         await meta._cross_shard.participant.hold(
             pb.HoldRequest(id=id_message(span), order=1, keys=[records.inode_key(names.at[3])])
         )
@@ -363,7 +363,9 @@ def test_silent_coordinator_does_not_block_other_queries(monkeypatch):
         asked: list = []
         outcome = pool.metas[2]._routes[wire.META_OUTCOME]
         pool.metas[2]._routes[wire.META_OUTCOME] = asked.append
-        spans = [SpanId(2, 7, number) for number in range(participant.ASKED_MAX)] + [SpanId(1, 7, 1)]
+        spans = [TransactionId(2, 7, number) for number in range(participant.ASKED_MAX)] + [
+            TransactionId(1, 7, 1)
+        ]
         for number, span in enumerate(spans):
             key = records.inode_key(inode_number(partition_of(names.at[3]), 1000 + number))
             await participating.hold(pb.HoldRequest(id=id_message(span), order=1, keys=[key]))
@@ -393,11 +395,11 @@ def test_removed_member_is_ignored(
         pool_map, transaction_service = names.pool.pool_map, names.pool.metas[1]._cross_shard
         peers, participating = transaction_service.coordinator._peers, transaction_service.participant
         peers.use_map(replace(pool_map, shards=pool_map.shards[:2], shards_given=3))
-        gone, new = SpanId(3, 7, 1), SpanId(9, 7, 1)
+        gone, new = TransactionId(3, 7, 1), TransactionId(9, 7, 1)
         for number, span in enumerate((gone, new)):
             key = records.inode_key(inode_number(partition_of(names.at[1]), 1000 + number))
             await participating.hold(pb.HoldRequest(id=id_message(span), order=1, keys=[key]))
-        notified = SpanId(1, 7, 1)
+        notified = TransactionId(1, 7, 1)
         transaction_service.coordinator._start_settling(
             notified, Decision(NO_TURN, {3: [(records.inode_key(names.at[3]), None)]})
         )
@@ -415,7 +417,7 @@ def test_removed_member_is_ignored(
 
 def test_transaction_waits_for_a_truncation_for_a_bounded_time(monkeypatch):
     def decide(view, request, now_ns):
-        raise CutInProgress(5)
+        raise TruncationInProgress(5)
 
     async def main(names: Names) -> None:
         meta = names.pool.metas[1]
@@ -444,7 +446,7 @@ def test_closed_partition_accepts_locks_only_of_known_changes(monkeypatch):
 
         def request(number: int, partition: int) -> pb.HoldRequest:
             return pb.HoldRequest(
-                id=id_message(SpanId(1, 7, number)),
+                id=id_message(TransactionId(1, 7, number)),
                 order=number,
                 keys=[records.inode_key(inode_number(partition, number))],
             )
@@ -458,7 +460,7 @@ def test_closed_partition_accepts_locks_only_of_known_changes(monkeypatch):
         await hold(request(2, going[1]))
         await hold(request(1, staying[1]))
         assert not quiet.done() and len(holds.by_span) == 2
-        meta._cross_shard.participant.end(SpanId(1, 7, 2), [])
+        meta._cross_shard.participant.end(TransactionId(1, 7, 2), [])
         await asyncio.wait_for(quiet, 60)
         with pytest.raises(Busy):
             await hold(request(1, going[1]))
@@ -469,7 +471,7 @@ def test_closed_partition_accepts_locks_only_of_known_changes(monkeypatch):
         await asyncio.wait_for(another, 60)
         await hold(request(1, going[0]))
         for number in (1, 3):
-            meta._cross_shard.participant.end(SpanId(1, 7, number), [])
+            meta._cross_shard.participant.end(TransactionId(1, 7, number), [])
 
     monkeypatch.setattr(participant, "ASK_AFTER_S", 1e9)  # their coordinator does not know these transactions
     run(main)

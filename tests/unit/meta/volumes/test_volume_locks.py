@@ -13,12 +13,12 @@ from nvpool.core.ids import partition_of
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.state.record_locks import LockedRecord
 from nvpool.meta.state.records import inode_key
-from nvpool.meta.state.transaction_records import SpanId
+from nvpool.meta.state.transaction_records import TransactionId
 from nvpool.meta.state.volume_records import ATTACHED, USE, volume_key
 from nvpool.meta.volumes.removal import Removal
 from tests.unit.sdk.test_volumes import pool_and_client
 
-SPAN = SpanId(7, 7, 7)
+SPAN = TransactionId(7, 7, 7)
 IN_THE_TEST = MetaOptions(tick_s=600.0, linger_s=0.0)
 """Background work runs only when the test starts it."""
 

@@ -12,7 +12,7 @@ from nvpool.core.errors import QuotaExceeded, ReadOnly
 from nvpool.core.ids import partition_of
 from nvpool.sdk.async_filesystem import AsyncFileSystem
 from nvpool.sdk.fsck.check import check_metadata
-from nvpool.sdk.fsck.report import Checkup
+from nvpool.sdk.fsck.report import FsckReport
 from tests.unit.meta.migration.test_partition_migration import OPTIONS, Moving, run
 
 ROOT = Caller(0, 0)
@@ -33,7 +33,7 @@ async def all_away(moving: Moving) -> int:
 
 
 async def finds_nothing(moving: Moving) -> None:
-    found = Checkup()
+    found = FsckReport()
     await check_metadata(moving.client, found)
     assert not found.found, found.problems
 

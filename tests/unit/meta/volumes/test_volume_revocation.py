@@ -22,7 +22,7 @@ from nvpool.meta.volumes.revocation import ALL, Revocations, lost_rights
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.sdk.async_filesystem import AsyncFileSystem
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 from nvpool.testing.fakes.meta_shard import PEER, DirectCall, ShardClient
 
 ONE, OTHER = "client/one.0a1b2c3d", "client/other.0a1b2c3d"
@@ -31,7 +31,7 @@ ONE, OTHER = "client/one.0a1b2c3d", "client/other.0a1b2c3d"
 class Bench:
     """A pool with a volume `v` that has a file."""
 
-    def __init__(self, pool: LocalPool, fs: AsyncFileSystem, inode: int) -> None:
+    def __init__(self, pool: InProcessPool, fs: AsyncFileSystem, inode: int) -> None:
         self.pool, self.fs, self.inode = pool, fs, inode
         self.meta = pool.meta
         self._sessions: dict[str, int] = {}
@@ -58,7 +58,7 @@ class Bench:
 def with_volume(test):
     def run():
         async def main() -> None:
-            async with LocalPool(shards=1) as pool:
+            async with InProcessPool(shards=1) as pool:
                 fs = AsyncFileSystem(await pool.client(options=ClientOptions(deadline_s=10.0)), Caller(0, 0))
                 await fs.volumes.create("v")
                 await fs.write_bytes("/volumes/v/f", b"1")
@@ -145,7 +145,7 @@ def test_client_continues_to_read_with_a_reduced_right(monkeypatch):
     monkeypatch.setattr(MetaService, "handle", handle_as_client)
 
     async def main() -> None:
-        async with LocalPool(shards=1) as pool:
+        async with InProcessPool(shards=1) as pool:
             own = AsyncFileSystem(await pool.client(), Caller(0, 0))
             await own.volumes.create("v")
             await own.volumes.grant("v", ONE, "rw")
@@ -156,7 +156,7 @@ def test_client_continues_to_read_with_a_reduced_right(monkeypatch):
             await file.fsync()
             await own.volumes.grant("v", ONE, "ro")
             assert (await file.stat()).st_size == 6
-            assert await file.read(0, 6) == b"Before"
+            assert await file.read(0, 6) == b"PredecessorHandle"
             with pytest.raises(PermissionError, match="may only read"):
                 await file.write(0, b"C")
                 await file.fsync()
@@ -165,7 +165,7 @@ def test_client_continues_to_read_with_a_reduced_right(monkeypatch):
                 await file.read(0, 6)
             with pytest.raises(PermissionError):  # writes under the revoked right are lost
                 await file.close()
-            assert await own.read_bytes("/volumes/v/f") == b"Before"
+            assert await own.read_bytes("/volumes/v/f") == b"PredecessorHandle"
 
     asyncio.run(main())
 
@@ -222,7 +222,7 @@ def test_revocation_is_pending_until_the_map_has_it(monkeypatch):
 
 def test_removed_client_loses_session_and_locks():
     async def main() -> None:
-        async with LocalPool(shards=1) as pool:
+        async with InProcessPool(shards=1) as pool:
             await pool.change_map(lambda now: replace(now, members=("node/here.1", ONE, OTHER)))
             meta = pool.meta
             one, other = ShardClient(meta), ShardClient(meta)

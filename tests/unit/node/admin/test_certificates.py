@@ -23,7 +23,7 @@ from nvpool.node.metrics import measure_certificates
 from nvpool.poolmap.certificate_expiry import DAY_S, problems, state_of
 from nvpool.poolmap.model import MAP_FORMAT, PoolMap, PoolSettings
 from nvpool.security import tls as identity_module
-from nvpool.security.ca import Authority, described, request_certificate
+from nvpool.security.ca import CertificateAuthority, described, request_certificate
 from nvpool.security.tls import ETCD_SECRET, TlsIdentity, is_key_of
 
 POOL = "0123456789abcdef" * 2
@@ -37,7 +37,7 @@ def clock():
 
 @pytest.fixture
 def authority(clock):
-    return Authority.make(POOL, clock)
+    return CertificateAuthority.make(POOL, clock)
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def rotating(tmp_path):
     directory.secret.mkdir()
     etcd = directory.secret / ETCD_SECRET
     etcd.mkdir()
-    authority, requested = Authority.make(POOL), request_certificate()
+    authority, requested = CertificateAuthority.make(POOL), request_certificate()
     for place in (directory.secret, etcd):
         (place / "authority.crt").write_bytes(authority.certificate)
         (place / "authority.key").write_bytes(authority.key)

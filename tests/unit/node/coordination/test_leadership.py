@@ -306,7 +306,7 @@ def test_node_forwards_only_for_its_own_targets():
 
 
 def test_forwarded_requests_share_one_field_number():
-    from nvpool.node.coordination.shard_failover import ShardKeeper
+    from nvpool.node.coordination.shard_failover import ShardFailover
     from nvpool.rpc.v1 import meta_pb2, moving_pb2, wire_pb2
 
     kinds = {
@@ -315,7 +315,7 @@ def test_forwarded_requests_share_one_field_number():
         wire_pb2.META_MOVED: moving_pb2.MovedRequest,
         wire_pb2.META_TAKE_RIGHT: meta_pb2.TakeRightRequest,
     }
-    assert set(kinds) == ShardKeeper.METHODS
+    assert set(kinds) == ShardFailover.METHODS
     for kind in (*kinds.values(), AliveRequest):
         made = kind(forwarded=Forwarded(node=4, hops=2)).SerializeToString()
         assert Forwardable.FromString(made).forwarded == Forwarded(node=4, hops=2)

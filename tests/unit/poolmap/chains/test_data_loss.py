@@ -17,7 +17,7 @@ from nvpool.poolmap.chains.rebalance import next_steps, with_goals
 from nvpool.poolmap.chains.transitions import retired, with_desired_state
 from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import Births, Loss, PartitionRange, Shard, check_map, decode_map, encode_map
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 from tests.unit.poolmap.chains.test_chain_placement import a_pool
 
 ME = Caller(0, 0)
@@ -144,7 +144,7 @@ def content(size):
 
 def scene(work):
     async def run():
-        async with LocalPool(capacities=(128 * MIB, 128 * MIB, 128 * MIB), serves_map=True) as pool:
+        async with InProcessPool(capacities=(128 * MIB, 128 * MIB, 128 * MIB), serves_map=True) as pool:
             client = await pool.client("test", ClientOptions(deadline_s=20.0))
             await work(Scene(pool, client))
 

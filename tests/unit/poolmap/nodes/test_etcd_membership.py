@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from nvpool.core.config import Config
 from nvpool.host.pool_directory import PoolDirectory
-from nvpool.node.coordination.etcd_members import EtcdKeeper
+from nvpool.node.coordination.etcd_members import EtcdMembers
 from nvpool.poolmap.model import (
     MAP_FORMAT,
     EtcdMember,
@@ -326,8 +326,8 @@ def test_missing_etcd_members_are_reported(tmp_path, monkeypatch, drained, here,
         own_data_is_lost=False,
         external=False,
     )
-    monkeypatch.setattr(EtcdKeeper, "_etcd", SimpleNamespace(is_silent=False))
+    monkeypatch.setattr(EtcdMembers, "_etcd", SimpleNamespace(is_silent=False))
     assert (
-        EtcdKeeper(PoolDirectory(tmp_path), Config(), keeper, SimpleNamespace(node=1), None).problems()
+        EtcdMembers(PoolDirectory(tmp_path), Config(), keeper, SimpleNamespace(node=1), None).problems()
         == expected
     )

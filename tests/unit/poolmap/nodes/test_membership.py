@@ -15,13 +15,13 @@ from nvpool.core.errors import AccessDenied, InvalidRequest, Unavailable
 from nvpool.core.member_names import MEMBER_S, new_member
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.node.admin.certificate_renewal import renew_once
-from nvpool.node.admin.join_server import Reception, acts_as_of
+from nvpool.node.admin.join_server import JoinServer, acts_as_of
 from nvpool.poolmap.model import EtcdMember, JoinToken, Node, Revoked, decode_map, encode_map
 from nvpool.poolmap.nodes.membership import REVOKED_S, joined, node_removed, token_for, token_given
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.transport_registry import listen
-from nvpool.security.ca import Authority, ends_s, request_certificate
+from nvpool.security.ca import CertificateAuthority, ends_s, request_certificate
 from nvpool.security.join_tokens import Token, hash_of, read_token
 from nvpool.security.tls import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, KEY_FILE, TlsIdentity
 from nvpool.testing.contracts.coordinator import first_map
@@ -106,7 +106,7 @@ def test_number_of_a_node_with_drives_is_never_reused():
 @given(st.floats(0, MEMBER_S), st.floats(0, 1))
 def test_removed_member_has_no_unrevoked_certificate(age_s, hour):
     clock = ManualClock(start_s=1e9 + hour * 86400)
-    authority, asked = Authority.make(POOL, clock), request_certificate()
+    authority, asked = CertificateAuthority.make(POOL, clock), request_certificate()
     mine, other = (
         x509.load_pem_x509_certificate(authority.sign(asked.request, POOL, member, clock=clock))
         for member in ("node/a.1", "node/b.1")
@@ -121,7 +121,7 @@ def test_removed_member_has_no_unrevoked_certificate(age_s, hour):
 
 def test_member_names_are_unique_and_valid_in_certificates():
     made = request_certificate()
-    authority = Authority.make(POOL)
+    authority = CertificateAuthority.make(POOL)
     names = {
         new_member("node", name)
         for name in ("a", "a", "ünï cödé", "", "x" * 200, "host.example.org", "a/../b")
@@ -137,7 +137,7 @@ def secret(tmp_path):
     place = tmp_path / "pool"
     for below in ("", "etcd"):
         (place / "secret" / below).mkdir(parents=True, exist_ok=True)
-        authority, asked = Authority.make(POOL), request_certificate()
+        authority, asked = CertificateAuthority.make(POOL), request_certificate()
         for name, content in (
             (AUTHORITY_FILE, authority.certificate),
             (AUTHORITY_KEY_FILE, authority.key),
@@ -225,7 +225,7 @@ def test_squash_root_needs_an_unbound_client_and_one_shard():
         two = replace(one, shards=(*one.shards, replace(one.shards[0], id=2)))
         for pool_map, kind, bound in ((one, "node", None), (one, "client", (5, 5)), (two, "client", None)):
             keeper = SimpleNamespace(relay=SimpleNamespace(pool_map=pool_map))
-            reception = Reception(SimpleNamespace(node=1), keeper, None, None, None)
+            reception = JoinServer(SimpleNamespace(node=1), keeper, None, None, None)
             with pytest.raises(InvalidRequest):
                 await reception.make_token(kind, 60.0, bound, squash_root=True)
 

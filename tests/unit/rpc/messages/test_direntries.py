@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nvpool.client.state.leases import Leases, ShardWatch
-from nvpool.client.state.metadata_cache import Cache
+from nvpool.client.state.metadata_cache import MetadataCache
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.vfs_types import Caller
 from nvpool.core.clock import ManualClock
@@ -96,7 +96,7 @@ class Caches:
         self.clock, self.watch = ManualClock(), ShardWatch()
         self.watch.until_s = float("inf")
         self.leases = Leases(self.clock, cached_entries, lambda inode: self.watch)
-        self.cache = Cache(ClientOptions(cached_entries=cached_entries), self.clock, self.leases)
+        self.cache = MetadataCache(ClientOptions(cached_entries=cached_entries), self.clock, self.leases)
 
     def now(self):
         self.clock.advance(1.0)

@@ -11,8 +11,8 @@ from nvpool.core.checksum import crc32c
 from nvpool.core.ids import ROOT_INODE
 from nvpool.sdk import dump as sdk_dump
 from nvpool.sdk.dump import SAMPLE_MAX, _Sample, dump, load
-from nvpool.sdk.fsck.check import Checkup, check
-from nvpool.testing.fakes.in_process_pool import LocalPool, run
+from nvpool.sdk.fsck.check import FsckReport, check
+from nvpool.testing.fakes.in_process_pool import InProcessPool, run
 
 ROOT = Caller(0, 0)
 FULL = 5
@@ -50,12 +50,12 @@ def dumped(path):
 
 def loaded(path, stores=(), look=None):
     async def main():
-        pool = LocalPool()
+        pool = InProcessPool()
         pool._memory.update(stores)
         async with pool:
             client = await pool.client()
             found = await load(client, path)
-            checkup = Checkup()
+            checkup = FsckReport()
             await check(client, checkup)
             assert {problem.kind for problem in checkup.problems} <= {"leaked"}
             if look is not None:

@@ -14,8 +14,8 @@ from nvpool.core.errors import Busy, WrongTarget
 from nvpool.poolmap.file_layout import chain_of
 from nvpool.rpc.v1 import data_pb2, wire_pb2
 from nvpool.sdk.dump import dump, load
-from nvpool.sdk.fsck.check import Checkup, check
-from nvpool.testing.fakes.in_process_pool import LocalPool, run
+from nvpool.sdk.fsck.check import FsckReport, check
+from nvpool.testing.fakes.in_process_pool import InProcessPool, run
 from tests.unit.store.chunks.test_index_damage import leak
 
 GHOST = 4242
@@ -23,7 +23,7 @@ ROOT = Caller(0, 0)
 
 
 async def checked(client, **more):
-    checkup = Checkup()
+    checkup = FsckReport()
     await check(client, checkup, **more)
     return checkup
 
@@ -90,7 +90,7 @@ def test_records_are_counted_once_in_any_number_of_steps(monkeypatch, tmp_path):
 
 def test_leaked_blocks_are_freed_only_on_repair(tmp_path):
     async def main():
-        async with LocalPool(tmp_path) as pool:
+        async with InProcessPool(tmp_path) as pool:
             client = await pool.client()
             store = pool.stores[1].store
             leak(store, 5)
@@ -143,7 +143,7 @@ def of_two_replicas(test):
 
     def run_it(quick_looks):
         async def main():
-            async with LocalPool(replicas=2, capacities=(64 << 20,) * 3) as pool:
+            async with InProcessPool(replicas=2, capacities=(64 << 20,) * 3) as pool:
                 client = await pool.client()
                 _, handle = await client.vfs.create(1, b"file", 0o644, os.O_RDWR, ROOT)
                 await client.vfs.write(handle, 0, b"x" * 3_000_000)
@@ -216,7 +216,7 @@ async def test_concurrent_writes_are_not_reported_as_differences(pool, client, h
 
 def test_chunk_is_not_copied_from_a_replica_without_the_cut():
     async def main():
-        async with LocalPool(replicas=2) as pool:
+        async with InProcessPool(replicas=2) as pool:
             client = await pool.client()
             _, handle = await client.vfs.create(1, b"file", 0o644, os.O_RDWR, ROOT)
             await client.vfs.write(handle, 0, b"x" * 4096)
@@ -235,7 +235,7 @@ def test_chunk_is_not_copied_from_a_replica_without_the_cut():
 
 def test_misplaced_chunk_is_reported_only_when_it_stays(monkeypatch):
     async def main():
-        async with LocalPool(replicas=2, capacities=(64 << 20,) * 3) as pool:
+        async with InProcessPool(replicas=2, capacities=(64 << 20,) * 3) as pool:
             client = await pool.client()
             _, handle = await client.vfs.create(1, b"file", 0o644, os.O_RDWR, ROOT)
             await client.vfs.write(handle, 0, b"x" * 4096)

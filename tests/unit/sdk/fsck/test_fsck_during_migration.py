@@ -11,7 +11,7 @@ import pytest
 from nvpool.core.ids import ROOT_INODE, partition_of
 from nvpool.meta.state import records
 from nvpool.sdk.fsck.check import check_metadata
-from nvpool.sdk.fsck.report import Checkup
+from nvpool.sdk.fsck.report import FsckReport
 from tests.unit.meta.migration.test_partition_migration import ME, OPTIONS, Moving, run
 
 WAIT_S = 120.0
@@ -23,8 +23,8 @@ def many_steps(monkeypatch):
     monkeypatch.setattr("nvpool.sdk.fsck.metadata.RECORDS_A_STEP", 15)
 
 
-async def checked(moving: Moving, repair: bool = False) -> Checkup:
-    found = Checkup()
+async def checked(moving: Moving, repair: bool = False) -> FsckReport:
+    found = FsckReport()
     await check_metadata(moving.client, found, repair=repair)
     return found
 

@@ -25,7 +25,7 @@ from nvpool.store.chunks.api import StoreOptions
 from nvpool.store.chunks.block_store import BlockChunkStore
 from nvpool.store.disk import write_verifier
 from nvpool.store.disk.device import MemoryDevice
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ME = Caller(1000, 1000)
 FAST = ClientOptions(deadline_s=30.0, fresh_s=0.0, attr_s=0.0, release_s=0.01, short_circuit=False)
@@ -43,7 +43,7 @@ class Losing:
     """An in-memory pool; each of its files uses all targets."""
 
     def __init__(self, replicas: int):
-        self.pool = LocalPool(
+        self.pool = InProcessPool(
             capacities=(64 * MIB,) * replicas, replicas=replicas, serves_map=True, chunk_bytes=256 * KIB
         )
 
@@ -275,7 +275,7 @@ async def test_losses_of_forgotten_files_are_reported_by_any_fsync(monkeypatch):
 
 
 def test_chain_is_intact_while_its_last_target_loses_nothing():
-    pool = LocalPool(capacities=(64 * MIB,) * 2, replicas=2)
+    pool = InProcessPool(capacities=(64 * MIB,) * 2, replicas=2)
     now = pool.pool_map
     for target in (1, 2):
         now = vouched(now, target, 7)

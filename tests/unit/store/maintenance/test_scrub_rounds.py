@@ -15,9 +15,9 @@ from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB, MIB
 from nvpool.poolmap.file_layout import chain_of
 from nvpool.store.chunks.memory_store import MemoryChunkStore
-from nvpool.store.maintenance.scrub_schedule import Rounds
+from nvpool.store.maintenance.scrub_schedule import ScrubSchedule
 from nvpool.testing.contracts.chunk_store import put, some_bytes
-from nvpool.testing.fakes.in_process_pool import LocalPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ME = Caller(1000, 1000)
 FAST = ClientOptions(deadline_s=30.0, short_circuit=False)
@@ -43,7 +43,7 @@ async def a_file(pool, length: int):
 
 def test_round_finds_and_repairs_a_damaged_block():
     async def main():
-        async with LocalPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
+        async with InProcessPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
             handle = await a_file(pool, 2 * MIB)
             target = pool.pool_map.table_by_id[2].chains[chain_of(handle.inode, 3)].targets[0]
             store, rounds = pool.stores[target].store, pool.stores[target].upkeep.rounds
@@ -74,7 +74,7 @@ def test_round_finds_and_repairs_a_damaged_block():
 
 def test_block_overwritten_during_repair_is_not_bad(monkeypatch):
     async def main():
-        async with LocalPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
+        async with InProcessPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
             handle = await a_file(pool, 2 * MIB)
             vfs = (await pool.client("first", FAST)).vfs
             target = pool.pool_map.table_by_id[2].chains[chain_of(handle.inode, 3)].targets[0]
@@ -102,7 +102,7 @@ def test_block_overwritten_during_repair_is_not_bad(monkeypatch):
 
 def test_chunk_removed_before_repair_is_not_bad(monkeypatch):
     async def main():
-        async with LocalPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
+        async with InProcessPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
             handle = await a_file(pool, 2 * MIB)
             target = pool.pool_map.table_by_id[2].chains[chain_of(handle.inode, 3)].targets[0]
             store, upkeep = pool.stores[target].store, pool.stores[target].upkeep
@@ -126,7 +126,7 @@ def test_chunk_removed_before_repair_is_not_bad(monkeypatch):
 
 def test_round_and_pause_survive_a_restart():
     async def main():
-        async with LocalPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
+        async with InProcessPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
             await a_file(pool, 8 * MIB)
             rounds = pool.stores[1].upkeep.rounds
             rounds._throttle.bytes_per_s = 4 * MIB
@@ -169,7 +169,7 @@ def test_failed_save_of_the_round_is_retried(monkeypatch):
     async def main():
         store, failed = Full(), []
         await put(store, 1, 0, 0, some_bytes(9000))
-        rounds = Rounds(store, 1, None, SYSTEM_CLOCK, bool, interval_s=0.1, on_fail=failed.append)
+        rounds = ScrubSchedule(store, 1, None, SYSTEM_CLOCK, bool, interval_s=0.1, on_fail=failed.append)
         rounds.start()
         await until(lambda: rounds.status().last_ended_ms)
         assert store.note() and not failed
@@ -184,7 +184,7 @@ def test_due_round_starts_unless_paused():
         store = MemoryChunkStore()
         for inode in range(1, 20):
             await put(store, inode, 0, 0, some_bytes(9000))
-        rounds = Rounds(store, 1, None, SYSTEM_CLOCK, bool, interval_s=0.1)
+        rounds = ScrubSchedule(store, 1, None, SYSTEM_CLOCK, bool, interval_s=0.1)
         rounds.start()
         await until(lambda: rounds.status().last_ended_ms)
         first = rounds.status().last_ended_ms
@@ -195,7 +195,7 @@ def test_due_round_starts_unless_paused():
         await asyncio.sleep(0.5)
         assert rounds.status().last_ended_ms == paused and rounds.status().state == "paused"
         await rounds.close()
-        never = Rounds(MemoryChunkStore(), 1, None, SYSTEM_CLOCK, bool, interval_s=0)
+        never = ScrubSchedule(MemoryChunkStore(), 1, None, SYSTEM_CLOCK, bool, interval_s=0)
         assert not never.status().next_ms
 
     run(main())

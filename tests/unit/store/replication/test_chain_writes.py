@@ -27,8 +27,8 @@ from nvpool.store.chunks.api import ALL_INODES, InodeCut
 from nvpool.store.chunks.read_batch import READ, RESULT
 from nvpool.store.disk.allocator import Transaction
 from nvpool.store.disk.index_records import encode_segment, segment_key
-from nvpool.testing.fakes.in_process_pool import LocalPool
-from nvpool.testing.fakes.stalling_pool import HoldingPool
+from nvpool.testing.fakes.in_process_pool import InProcessPool
+from nvpool.testing.fakes.stalling_pool import StallingPool
 
 ME = Caller(1000, 1000)
 FAST = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0, release_s=0.01, short_circuit=False)
@@ -63,7 +63,7 @@ def without(pool_map: PoolMap, dead: int) -> PoolMap:
 
 @asynccontextmanager
 async def made(tmp_path, replicas=2, targets=3, memory=False):
-    pool = HoldingPool(
+    pool = StallingPool(
         None if memory else tmp_path,
         capacities=(64 * MIB,) * targets,
         replicas=replicas,
@@ -89,7 +89,7 @@ async def read_all(vfs, inode: int, length: int) -> bytes:
     return found
 
 
-def held_by(pool: LocalPool, inode: int) -> dict[int, dict[int, tuple]]:
+def held_by(pool: InProcessPool, inode: int) -> dict[int, dict[int, tuple]]:
     """target -> chunk index -> (version, blocks)."""
     return {
         number: {one.index: (one.version, one.blocks) for one in service.store.describe(inode, 0, 4096)[0]}
@@ -167,7 +167,7 @@ async def test_chunks_after_truncation_have_their_chains_epoch(tmp_path, replica
                 assert version_parts(its_version)[0] == epoch > old
 
 
-def check_replicas(pool: LocalPool, inode: int, chunks: range, replicas: int) -> None:
+def check_replicas(pool: InProcessPool, inode: int, chunks: range, replicas: int) -> None:
     held = held_by(pool, inode)
     table = pool.pool_map.table_by_id[replicas]
     for index in chunks:
@@ -197,7 +197,7 @@ async def test_write_reaches_every_member_of_its_chain(tmp_path, replicas, memor
         assert await read_all(other.vfs, inode, len(content)) == content
 
 
-async def kill(pool: LocalPool, dead: int, after_s: float = 0.05) -> None:
+async def kill(pool: InProcessPool, dead: int, after_s: float = 0.05) -> None:
     """Stop a store as if its process died; the map changes `after_s` later."""
     await pool.stop_store(dead)
     await asyncio.sleep(after_s)
@@ -248,7 +248,7 @@ async def test_member_that_dies_during_writes_loses_nothing(tmp_path, replicas, 
         assert await read_all((await pool.client("last", FAST)).vfs, inode, MIB) == content
 
 
-def check_replicas_now(pool: LocalPool, inode: int, replicas: int) -> None:
+def check_replicas_now(pool: InProcessPool, inode: int, replicas: int) -> None:
     """The members of each chain have the same versions."""
     held = held_by(pool, inode)
     for index in range(4):
@@ -438,7 +438,7 @@ async def test_concurrent_writes_have_one_order_on_all_replicas(tmp_path):
 
 @in_loop
 async def test_full_member_refuses_the_write_on_all_replicas(tmp_path):
-    pool = HoldingPool(tmp_path, capacities=(64 * MIB, 64 * MIB), replicas=2, chunk_bytes=MIB)
+    pool = StallingPool(tmp_path, capacities=(64 * MIB, 64 * MIB), replicas=2, chunk_bytes=MIB)
     async with pool:
         client = await pool.client("first", FAST)
         handle = await written(client.vfs, b"file", b"old" * 4000)
@@ -458,7 +458,7 @@ async def test_full_member_refuses_the_write_on_all_replicas(tmp_path):
         check_replicas_now(pool, inode, 2)
 
 
-def spoil(pool: LocalPool, target: int, inode: int, index: int, block: int) -> None:
+def spoil(pool: InProcessPool, target: int, inode: int, index: int, block: int) -> None:
     """Change a byte of a block on the drive."""
     store = pool.stores[target].store
     (place,) = store.index.places(store.index.chunk(inode, index), block, 1)
@@ -529,7 +529,7 @@ async def test_damaged_truncated_block_is_repaired(tmp_path, where):
         assert bytes(copies[0].content) == content.ljust(24_576, b"\0") and not copies[0].bad
 
 
-def lose_record(pool: LocalPool, target: int, inode: int, index: int) -> None:
+def lose_record(pool: InProcessPool, target: int, inode: int, index: int) -> None:
     """Make the record of a chunk unreadable: it has no head."""
     store = pool.stores[target].store
     segment = store.index.segment(store.index.chunk(inode, index), 0)

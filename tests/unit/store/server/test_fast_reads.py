@@ -17,7 +17,7 @@ from nvpool.poolmap.grant_revocation import taken
 from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, PoolSettings, Target
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.messages.read_write_codec import encode_read_request
-from nvpool.rpc.multiplexer import IN_FLIGHT_MAX, Answerer
+from nvpool.rpc.multiplexer import IN_FLIGHT_MAX, ServerConnection
 from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.stats import ReplyStats
 from nvpool.rpc.transport_registry import transport
@@ -40,7 +40,7 @@ if fast_reads._fast_reads is not None:
     IMPLEMENTATIONS["compiled"] = fast_reads._fast_reads.FastReads
 
 
-class Ordinary(Answerer):
+class Ordinary(ServerConnection):
     """Replies of the service on the slow path."""
 
     def __init__(self, service):

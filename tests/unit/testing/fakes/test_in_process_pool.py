@@ -1,4 +1,4 @@
-"""LocalPool: what survives a restart of its services, in memory and in a directory."""
+"""InProcessPool: what survives a restart of its services, in memory and in a directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from nvpool.client.state.vfs_types import Caller
 from nvpool.core.ids import ROOT_INODE
-from nvpool.testing.fakes.in_process_pool import SHARD, LocalPool
+from nvpool.testing.fakes.in_process_pool import SHARD, InProcessPool
 
 ME = Caller(0, 0)
 
@@ -18,7 +18,7 @@ ME = Caller(0, 0)
 def test_restarted_services_have_all_acknowledged_data(tmp_path, kept):
     async def main() -> None:
         content = os.urandom(3_000_000)
-        async with LocalPool(tmp_path if kept == "directory" else None) as pool:
+        async with InProcessPool(tmp_path if kept == "directory" else None) as pool:
             vfs = (await pool.client()).vfs
             _, handle = await vfs.create(ROOT_INODE, b"file", 0o644, os.O_RDWR, ME)
             await vfs.write(handle, 0, content)
@@ -35,7 +35,7 @@ def test_restarted_services_have_all_acknowledged_data(tmp_path, kept):
             assert bytes(await vfs.read(handle, 5, 100)) == content[5:105]
             assert pool.pool_map.shard_by_id.keys() == {SHARD}
         if kept == "directory":
-            async with LocalPool(tmp_path) as pool:
+            async with InProcessPool(tmp_path) as pool:
                 pass
 
     asyncio.run(asyncio.wait_for(main(), 120))
