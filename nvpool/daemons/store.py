@@ -21,7 +21,7 @@ from nvpool.daemons.store_heartbeat import HeartbeatSender
 from nvpool.host.pool_directory import write_whole
 from nvpool.host.pool_directory_modes import group_number
 from nvpool.rpc.fd_passing import path_beside
-from nvpool.runtime.daemon_lifecycle import ServiceContext, main, read_map
+from nvpool.runtime.daemon_lifecycle import MapRefresh, ServiceContext, main
 from nvpool.store.chunks.api import LOCATION_LEASE_S, StoreOptions
 from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.location_leases import KeptTable
@@ -108,7 +108,7 @@ async def _open(kept_table: KeptTable | None, opened: ServiceContext) -> StoreSe
         target=opened.number,
         grant_secret=opened.grant_secret,
         clock=SYSTEM_CLOCK,
-        refresh_map=lambda: service.update_map(read_map(opened.directory)),
+        refresh_map=MapRefresh(opened.directory, lambda pool_map: service.update_map(pool_map)),
         handover_path=path_beside(paths[0]) if paths else "",
         handover_group=group_number(configured.short_circuit_group, "store.short_circuit_group"),
         dialer=opened.dialer,

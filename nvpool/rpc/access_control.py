@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from nvpool.core.errors import AccessDenied
 from nvpool.rpc.api import Call
+from nvpool.rpc.peer_limits import identify
 from nvpool.rpc.peer_roles import Credentials, Peer, Role, acts_as, role_of
 from nvpool.rpc.v1 import wire_pb2 as wire
 
@@ -185,6 +186,8 @@ class CallerRights(NamedTuple):
 
     SOMEBODY: any user except root. None: the caller is trusted to name the user.
     """
+    account: str = ""
+    """Name that the limits count the caller for (rpc/peer_limits.identify). Empty for nodes, which have no share."""
 
 
 class Callers:
@@ -211,14 +214,18 @@ class Callers:
 
     def _look_at(self, peer: Peer) -> CallerRights:
         if self._admit_unauthenticated and not peer.member:
-            return CallerRights(Role.UNAUTHENTICATED, "", _REFUSED[Role.UNAUTHENTICATED, peer.local])
+            refused = _REFUSED[Role.UNAUTHENTICATED, peer.local]
+            return CallerRights(Role.UNAUTHENTICATED, "", refused, account=identify(peer)[0])
         role, user = role_of(peer, self.operators), acts_as(peer, self.operators)
         owner = "" if role == Role.NODE else peer.member
         if role != Role.NODE and not owner:
             assert peer.credentials is not None  # a peer with neither member nor credentials is a node
             owner = f"uid/{peer.credentials.uid}"
         refused = _REFUSED[role, peer.local]
-        return CallerRights(role, owner, refused if user is None else refused | _REFUSED_METADATA, user)
+        if user is not None:
+            refused |= _REFUSED_METADATA
+        account = "" if role == Role.NODE else identify(peer, self.operators)[0]
+        return CallerRights(role, owner, refused, user, account)
 
     def check(self, call: Call) -> CallerRights:
         """Return the caller of a request. AccessDenied: this caller may not call the method."""

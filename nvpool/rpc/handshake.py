@@ -24,6 +24,9 @@ HELLO_S = 10.0
 
 After it the connection is closed, so that half-open connections do not pile up."""
 
+TEXT_CHARACTERS_MAX = 255
+"""Most characters of a text of the other side that logs and errors repeat."""
+
 
 def encode_hello(greeting: Greeting, offers: Iterable[str] = ()) -> bytes:
     """Encode our Hello. `offers`: transports to which the client can upgrade this connection
@@ -42,6 +45,8 @@ def encode_hello(greeting: Greeting, offers: Iterable[str] = ()) -> bytes:
 def check_hello(raw: Buffer, greeting: Greeting) -> wire_pb2.Hello:
     """Decode the other side's Hello and check that both sides can communicate.
 
+    Name and software of the result are short and printable, whatever the other side sent.
+
     ProtocolMismatch   no common version, or another pool; the text names both sides
     CorruptFrame       the bytes are not a Hello
     """
@@ -50,6 +55,7 @@ def check_hello(raw: Buffer, greeting: Greeting) -> wire_pb2.Hello:
         hello.ParseFromString(bytes(raw))
     except DecodeError:
         raise CorruptFrame("the greeting can not be read") from None
+    hello.name, hello.software = printable(hello.name), printable(hello.software)
     theirs = f"{hello.name!r} ({hello.software or 'unknown software'})"
     ours = f"{greeting.name!r} ({SOFTWARE})"
     if hello.version < PROTOCOL_VERSION_MIN or hello.version_min > PROTOCOL_VERSION:
@@ -59,9 +65,18 @@ def check_hello(raw: Buffer, greeting: Greeting) -> wire_pb2.Hello:
         )
     if hello.fingerprint and greeting.fingerprint and hello.fingerprint != greeting.fingerprint:
         raise ProtocolMismatch(
-            f"{theirs} belongs to pool {hello.fingerprint}, {ours} to pool {greeting.fingerprint}"
+            f"{theirs} belongs to pool {printable(hello.fingerprint)}, {ours} to pool {greeting.fingerprint}"
         )
     return hello
+
+
+def printable(text: str) -> str:
+    """Return the beginning of a text of the other side, fit for one line of a log.
+
+    Characters that are not printable, such as line ends and escape sequences of terminals, become "?".
+    """
+    text = text[:TEXT_CHARACTERS_MAX]
+    return text if text.isprintable() else "".join([one if one.isprintable() else "?" for one in text])
 
 
 def _span(first: int, last: int) -> str:

@@ -2,9 +2,9 @@
 
 A process has one `Limits` object, which its listeners share (Greeting.limits). A peer is identified by the
 member that its certificate names, else by the user of a unix socket, else by an IP address (for IPv6 by its
-/64 network). Nodes, root, the daemons' own user and operators are trusted: only the limits of the process
-bound them, and a quarter of its connections is reserved for them. Every other peer has a share, and no peer
-can exhaust the resources that the others need.
+/64 network). The subordinate users of one user (/etc/subuid) are one peer. Nodes, root, the daemons' own user
+and operators are trusted: only the limits of the process bound them, and a quarter of its connections is
+reserved for them. Every other peer has a share, and no peer can exhaust the resources that the others need.
 
 Requests of such a peer are also scheduled: all connections of one peer share a short time slice in each
 iteration of the event loop, so that other peers wait only briefly.
@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, Protocol
 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock, stopwatch_s
 from nvpool.core.errors import Busy
+from nvpool.host.subordinate_uids import SubordinateUids
 from nvpool.rpc.peer_roles import Peer, Role, role_of
 from nvpool.rpc.stats import RPC_STATS
 
@@ -59,6 +60,9 @@ RESERVED_SHARE = 4
 DESCRIPTORS_SHARE = 3 / 4
 """Part of the process's file descriptors that connections may use."""
 MEMORY_SHARE = 4
+
+
+_SUBORDINATE_UIDS = SubordinateUids()
 
 
 class Bounds(NamedTuple):
@@ -85,7 +89,9 @@ def identify(peer: Peer, operators: int | None = None, plain_text: bool = False)
     if peer.member:
         return peer.member, role_of(peer, operators) is Role.NODE
     if peer.credentials is not None:
-        return f"uid {peer.credentials.uid}", role_of(peer, operators) is Role.NODE
+        uid, trusted = peer.credentials.uid, role_of(peer, operators) is Role.NODE
+        owner = "" if trusted else _SUBORDINATE_UIDS.owner_of(uid)
+        return f"subordinate uids of {owner}" if owner else f"uid {uid}", trusted
     if peer.local:
         return "this process", True
     host = network_of(peer.address.rpartition(":")[0])
@@ -291,14 +297,21 @@ class Limits:
     def note(self, limit: str, reason: str) -> None:
         """Count that a limit was reached, and log it at most once in LOG_S."""
         RPC_STATS.limit_met(limit)
+        self.log(limit, reason)
+
+    def log(self, kind: str, reason: str, level: int = logging.WARNING) -> None:
+        """Log at most one line of this kind in LOG_S: peers that are not trusted must not fill the log."""
         now_s = self.now_s()
-        since_s, more = self._logged.get(limit, (-LOG_S, 0))
+        since_s, more = self._logged.get(kind, (-LOG_S, 0))
         if now_s - since_s < LOG_S:
-            self._logged[limit] = since_s, more + 1
+            self._logged[kind] = since_s, more + 1
             return
-        self._logged[limit] = now_s, 0
-        _log.warning(
-            "%s%s", reason, f" ({more} times more of the kind since the last such line)" if more else ""
+        self._logged[kind] = now_s, 0
+        _log.log(
+            level,
+            "%s%s",
+            reason,
+            f" ({more} times more of the kind since the last such line)" if more else "",
         )
 
     # -- memory

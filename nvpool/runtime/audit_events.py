@@ -1,8 +1,8 @@
 """Audit events of a daemon: changes by operators and clients, and refusals.
 
 Used by node/supervisor and node/admin/join_server for changes of the pool, and by runtime/daemon_lifecycle for
-requests to a metadata service. Data access and ordinary changes of files are no events. Nothing here decides
-or delays a reply.
+requests to a metadata service. Data access, attaching a volume and ordinary changes of files are no events.
+Nothing here decides or delays a reply.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.runtime.audit_log import Actor, AuditLog
 from nvpool.security.audit_format import FILE
 
-_VOLUME_ACTIONS = {"SET", "SEAL", "GRANT", "REVOKE", "REMOVE"}
+_VOLUME_ACTIONS = {"SET", "SEAL", "GRANT", "REVOKE", "REMOVE", "DETACH", "KEY", "REWRAP"}
 _NEW_VOLUME = bytes((pb.CreateRequest.DESCRIPTOR.fields_by_name["volume"].number << 3 | 2,))
 """First byte of a new volume's field in a message (protobuf: number and wire type); few others contain it."""
 
@@ -87,6 +87,8 @@ class MetaAudit:
             wire.META_TRASH: _trash_action,
             wire.META_DUMP: lambda message: ("dump", {}),
             wire.META_LOAD: lambda message: ("load", {}),
+            wire.META_FSCK: _repair_begun,
+            wire.META_FSCK_CLIMB: _directory_moved,
         }
 
     def watched(self, call: Call) -> Call:
@@ -148,6 +150,8 @@ def _volume_action(message: Buffer) -> Event | None:
     what: dict[str, Any] = {"inode": request.inode}
     if action in ("GRANT", "REVOKE"):
         what["client"] = request.grant.client
+    if action == "DETACH":
+        what["holder"] = request.holder
     if action == "GRANT":
         what["right"] = "rw" if request.grant.write else "ro"
     if action == "SET":
@@ -157,6 +161,19 @@ def _volume_action(message: Buffer) -> Event | None:
             if name not in ("session", "inode", "action")
         }
     return f"volume-{action.lower()}", what
+
+
+def _repair_begun(message: Buffer) -> Event | None:
+    """The first step of a check of a shard that repairs; the others, thousands of them, are no events."""
+    request = pb.FsckRequest.FromString(bytes(message))
+    return ("fsck-repair", {}) if request.repair and not request.cursor else None
+
+
+def _directory_moved(message: Buffer) -> Event | None:
+    request = pb.FsckClimbRequest.FromString(bytes(message))
+    if not request.loose:
+        return None
+    return "fsck-move", {"inode": request.loose, "parent": request.parent}
 
 
 def _trash_action(message: Buffer) -> Event | None:

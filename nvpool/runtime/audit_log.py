@@ -2,8 +2,9 @@
 
 security/audit_format defines the form of a line. The file has mode 0640. The same text goes to the process's
 own log and, under systemd, to the journal. Several daemons of a node append to one file; each line is one
-write(2). A file of BYTES_MAX is renamed, and KEPT older ones stay. Refusals are rate-limited (a burst of
-REFUSED_MAX, then one a second), so that an unauthenticated peer cannot displace the records of others.
+write(2). A file of BYTES_MAX is renamed, and KEPT older ones stay. Nobody can displace the records of others:
+refusals and failures are rate-limited together (a burst of REFUSED_MAX, then one a second), and so is what one
+actor without the rights of a node has done (a burst of DONE_MAX). `left_out` counts what is missing.
 
 `note` never blocks and never raises: a thread writes, from a queue of QUEUE_MAX. A line is not synced; after
 a power failure the last ones may be missing. Used by runtime/audit_events.
@@ -25,12 +26,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
+from nvpool.core.containers.rate_limits import RateLimits
 from nvpool.host.log_files import log_opener
 from nvpool.security.audit_format import KEPT, TEXT_MAX, line_of, older, without_secrets
 
 BYTES_MAX = 8 << 20
 QUEUE_MAX = 1000
 REFUSED_MAX = 60
+DONE_MAX = 600
+"""Burst for each client or local user. At one a second the log then holds a day and a half of one actor."""
 CLOSE_S, LOCK_S = 2.0, 1.0
 _JOURNAL = "/run/systemd/journal/socket"
 _NOTICE = 5
@@ -65,7 +69,8 @@ class AuditLog:
         self._waiting: queue.Queue[tuple[dict[str, Any], Actor] | None] = queue.Queue(QUEUE_MAX)
         self._thread: threading.Thread | None = None
         self._left_out = 0
-        self._refused_left, self._refused_s = float(REFUSED_MAX), clock.boottime_s()
+        self._refused = RateLimits(REFUSED_MAX, 1.0, clock)
+        self._done = RateLimits(DONE_MAX, 1.0, clock)
         self._trouble = ""
         self._pause = threading.Event()
         """Never set: waiting for it is a sleep."""
@@ -84,7 +89,7 @@ class AuditLog:
         `error`: why it was not done. `refused`: it was not allowed.
         """
         result = "refused" if refused else "done" if error is None else "failed"
-        if result != "done" and not self._may_be_noted():
+        if not (self._refused.take() if result != "done" else self._may_note_done(actor)):
             self._left_out += 1
             return
         record: dict[str, Any] = {
@@ -107,14 +112,10 @@ class AuditLog:
             self._thread = threading.Thread(target=self._write_all, name="audit", daemon=True)
             self._thread.start()
 
-    def _may_be_noted(self) -> bool:
-        now_s = self._clock.boottime_s()
-        self._refused_left = min(float(REFUSED_MAX), self._refused_left + now_s - self._refused_s)
-        self._refused_s = now_s
-        if self._refused_left < 1:
-            return False
-        self._refused_left -= 1
-        return True
+    def _may_note_done(self, actor: Actor) -> bool:
+        if actor.member.startswith("node/") or (not actor.member and actor.uid in (0, os.geteuid())):
+            return True
+        return self._done.take(actor.member or ("unknown" if actor.uid is None else f"uid {actor.uid}"))
 
     def close(self) -> None:
         """Write the queued records, for at most CLOSE_S."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
-from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.config import Config, NetworkConfig, Rdma, as_dict, load, networks_of
 from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.errors import (
@@ -53,6 +54,8 @@ _MAP_WAIT_S = min(30.0, MEMBER_S / 12)
 """Longest wait for a new map; the certificate is checked as often."""
 _MAP_RETRY_S = 0.5
 _PORT_WAIT_S = 10.0
+REFRESH_S = 0.02
+"""Shortest time between two looks at poolmap.json; a store lets clients retry after as long."""
 
 log = logging.getLogger("nvpool.runtime.daemon_lifecycle")
 
@@ -157,6 +160,40 @@ def read_map(directory: PoolDirectory) -> PoolMap:
         return decode_map(directory.poolmap.read_bytes())
     except OSError as error:
         raise from_os_error(error, f"read {directory.poolmap}") from error
+
+
+class MapRefresh:
+    """Reads poolmap.json again when a request names a newer map than this process knows.
+
+    Any client may claim a newer map, and to decode one takes milliseconds. So the file is looked at no more
+    often than every REFRESH_S, and read only if it was replaced since the last time.
+    """
+
+    def __init__(
+        self, directory: PoolDirectory, update: Callable[[PoolMap], None], clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._directory = directory
+        self._update = update
+        self._clock = clock
+        self._not_before_s = 0.0
+        self._seen: tuple[int, int, int] | None = None
+
+    def __call__(self) -> None:
+        """Pass the map in the file to `update`, unless it was read before or a call came just now."""
+        now_s = self._clock.boottime_s()
+        if now_s < self._not_before_s:
+            return
+        self._not_before_s = now_s + REFRESH_S
+        try:
+            found = os.stat(self._directory.poolmap)
+        except OSError as error:
+            raise from_os_error(error, f"read {self._directory.poolmap}") from error
+        # Before the file is read: one that is replaced meanwhile is read again at the next call.
+        seen = found.st_ino, found.st_mtime_ns, found.st_size
+        if seen != self._seen:
+            pool_map = read_map(self._directory)
+            self._seen = seen
+            self._update(pool_map)
 
 
 def read_grant_key(directory: PoolDirectory) -> bytes:

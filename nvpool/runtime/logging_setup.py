@@ -13,6 +13,7 @@ import logging
 import logging.handlers
 import os
 from pathlib import Path
+from typing import Any
 
 from nvpool.host.log_files import log_opener
 
@@ -22,11 +23,31 @@ _again: Path | None = None
 """The node.toml with the log settings of this process."""
 
 
+_CONTROLS = {
+    code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
+} | {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
+"""Control characters and line ends, with what a line of text shows in their place."""
+
+
 class _Lines(logging.Formatter):
+    """Formatter with one line of text per message.
+
+    A text that a peer has sent can neither begin another line nor send control codes to a terminal. A
+    traceback follows on lines of its own, each with a margin.
+    """
+
     def __init__(self, name: str) -> None:
         super().__init__(
             f"%(asctime)s.%(msecs)03d %(levelname)-7s {name}[%(process)d] %(message)s", "%Y-%m-%d %H:%M:%S"
         )
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).translate(_CONTROLS)
+
+    def formatException(self, ei: Any) -> str:
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(["  " + line.translate(_CONTROLS) for line in lines])
 
 
 class _LogFile(logging.handlers.WatchedFileHandler):

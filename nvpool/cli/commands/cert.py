@@ -226,6 +226,9 @@ def revoke(pool: str, member: str, as_json: bool) -> None:
 
     For a client this is nvpool client remove. For a node it is nvpool node remove, which requires an empty node. To come
     back, the machine must join again and gets another name.
+
+    A revoked node keeps its copies of the pool's keys, which cannot be replaced. Erase secret/ in its pool directory. If
+    others may have copied the keys, copy the files into a new pool.
     """
     from nvpool.cli.pool_connection import change, status_of
 
@@ -244,3 +247,9 @@ def revoke(pool: str, member: str, as_json: bool) -> None:
         print_json({"member": member} | done)
     else:
         click.echo(f"{member} is not in the pool any more")
+        if member.startswith("node/"):
+            say(
+                "the node keeps its copies of the pool's grant key and, if it kept the pool map, of the authority's key; "
+                "they cannot be replaced and let it forge grants for files: erase secret/ in its pool directory, or, if "
+                "others may have copied it, copy the files into a new pool"
+            )

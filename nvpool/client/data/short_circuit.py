@@ -53,6 +53,7 @@ from nvpool.rpc.messages.read_write_codec import (
     LOCATE_ENTRIES_MAX,
     LOCATE_ENTRY,
     LOCATE_RESULT,
+    PAST_ENTRIES_MAX,
     PAST_READS,
     SAME_VERSION,
     decoded,
@@ -99,8 +100,6 @@ SELDOM = 16
 """Without credit, one miss in this many locates its own chunk."""
 ABSENT, COLD_BLOCKS, LATE, WRONG = range(1, 5)
 """Reasons of a failed look: not located, not in the page cache, too late, wrong checksum."""
-PAST_MAX = 4096
-"""Inodes in one report to a store about the reads here."""
 _ENTRY_BYTES = 400
 _NOWAIT = os.RWF_NOWAIT
 
@@ -496,7 +495,7 @@ class ShortCircuitReads:
             entries=bytes(packed),
         )
         request.past = b"".join(
-            [PAST_READS.pack(inode, *figures) for inode, figures in source.past.items()][:PAST_MAX]
+            [PAST_READS.pack(inode, *figures) for inode, figures in source.past.items()][:PAST_ENTRIES_MAX]
         )
         source.past.clear()
         sent_s = self._now_s()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class CertificateStore:
         self._secret = directory.secret
         self._clock = clock
         self._seen: dict[str, tuple[int, CertificateFacts]] = {}
+        self._noting = threading.Lock()
         self.trouble = ""
         self.renewing = asyncio.Lock()
         """Held while this node's certificate is being renewed."""
@@ -76,9 +78,12 @@ class CertificateStore:
     # -- certificates that this node has signed --------------------------------------------------------------
 
     def note_issued(self, member: str, certificate: bytes) -> None:
-        """Record the newest certificate of `member`. A failed write is only logged."""
+        """Record the newest certificate of `member`. A failed write is only logged. Any thread may call this."""
+        with self._noting:
+            self._note_issued(member, described(certificate))
+
+    def _note_issued(self, member: str, found: CertificateFacts) -> None:
         now_s = self._clock.wall_ns() / 1e9
-        found = described(certificate)
         issued = {name: one for name, one in self.issued().items() if one.ends_s > now_s - KEPT_S}
         issued[member] = Issued(found.serial, found.begins_s, found.ends_s)
         for name in sorted(issued, key=lambda name: issued[name].ends_s)[: max(0, len(issued) - ISSUED_MAX)]:

@@ -8,6 +8,7 @@ sends a private key, except those of the CAs, and those only to nodes that keep 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
@@ -15,9 +16,10 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
-from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.clock import SYSTEM_CLOCK, Clock
+from nvpool.core.containers.rate_limits import RateLimits
 from nvpool.core.endpoint import parse_endpoint
-from nvpool.core.errors import AccessDenied, InvalidRequest, from_os_error
+from nvpool.core.errors import AccessDenied, Busy, InvalidRequest, from_os_error
 from nvpool.core.member_names import SQUASH_ROOT, new_member
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.meta.service_auth import AuthorityCheck
@@ -46,6 +48,11 @@ from nvpool.security.tls import AUTHORITY_FILE, ETCD_SECRET
 
 log = logging.getLogger("nvpool.node.admin.join_server")
 
+RENEWALS_MAX = 20
+RENEWAL_S = 60.0
+"""A client or bridge may have its certificate renewed RENEWALS_MAX times in a row, since its processes may do so at
+the same time, and once in RENEWAL_S from then on."""
+
 
 class JoinServer:
     """Join server of one node. `change` changes the pool map (`Leading.change`)."""
@@ -57,7 +64,9 @@ class JoinServer:
         change: Callable[[Callable[[PoolMap], PoolMap]], Awaitable[PoolMap]],
         audit: AuditLog,
         certificates: CertificateStore,
+        clock: Clock = SYSTEM_CLOCK,
     ):
+        self._renewals = RateLimits(RENEWALS_MAX, 1 / RENEWAL_S, clock)
         self._directory = directory
         self._keeper = keeper
         self._change = change
@@ -201,16 +210,26 @@ class JoinServer:
         member = call.peer.member
         if not member:
             raise AccessDenied("only who has a certificate of this pool can have it renewed")
-        authority = read_authority(self._directory)
-        node = next((one for one in self._keeper.relay.pool_map.nodes if one.member == member), None)
-        pool_id, hosts = self._keeper.relay.pool_map.pool_id, hosts_of(node)
+        if not member.startswith("node/") and not self._renewals.take(member):
+            raise Busy(
+                f"{member} has had its certificate renewed {RENEWALS_MAX} times; try again in a minute",
+                retry_after_s=RENEWAL_S,
+            )
+        pool_map = self._keeper.relay.pool_map
+        node = next((one for one in pool_map.nodes if one.member == member), None)
+        # in a thread: to sign takes a millisecond, and to note it waits for the drive
+        reply = await asyncio.to_thread(self._renewed, request.request, pool_map.pool_id, member, node)
+        self._audit.note("certificate-renew", actor_of(call.peer), {"member": member})
+        return reply.SerializeToString()
+
+    def _renewed(self, request: bytes, pool_id: str, member: str, node: Node | None) -> pool_pb2.RenewReply:
+        hosts = hosts_of(node)
+        certificate = read_authority(self._directory).sign(request, pool_id, member, hosts)
         etcd = b""
         if node is not None:
-            etcd = read_authority(self._directory, ETCD_SECRET).sign(request.request, pool_id, member, hosts)
-        self._audit.note("certificate-renew", actor_of(call.peer), {"member": member})
-        certificate = authority.sign(request.request, pool_id, member, hosts)
+            etcd = read_authority(self._directory, ETCD_SECRET).sign(request, pool_id, member, hosts)
         self._certificates.note_issued(member, certificate)
-        return pool_pb2.RenewReply(certificate=certificate, etcd_certificate=etcd).SerializeToString()
+        return pool_pb2.RenewReply(certificate=certificate, etcd_certificate=etcd)
 
     async def _answer_keys(self, call: Call) -> bytes:
         """Send the CAs' keys to a node that keeps the map as this one does."""

@@ -33,6 +33,8 @@ LOCATE_RESULT = Struct("<HHIIIIIQ")
 """status, flags, runs, blocks, lease time in milliseconds, slot, stamp, version"""
 PAST_READS = Struct("<QQQ")
 """inode, short-circuit reads (which bypass the store), their bytes"""
+PAST_ENTRIES_MAX = 4096
+"""Most inodes of one report of such reads."""
 HANDOVER = Struct("<QI4x16sd")
 """Message that a store sends with its descriptors (rpc/fd_passing).
 

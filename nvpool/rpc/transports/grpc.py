@@ -482,7 +482,11 @@ class _GrpcServed(_Sending, ServerConnection):
             self._complain(str(error))
 
     def _complain(self, reason: str) -> None:
-        _log.warning("connection with %s at %s ended: %s", self.peer.name, self.peer.address, reason)
+        text = f"connection with {self.peer.name} at {self.peer.address} ended: {reason}"
+        if self._entered is not None and not self._entered.limited:
+            _log.warning("%s", text)
+        else:  # such a peer must not fill the log
+            self._listener.limits.log(f"fault {logging.WARNING}", text)
 
     def _send_answer(
         self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int

@@ -53,6 +53,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 from nvpool.core.errors import Cancelled, CorruptFrame, NotSupported, NvpoolError, Unavailable, Unreachable
 from nvpool.rpc.api import MESSAGE_BYTES_MAX, Buffer, Greeting, Handler
 from nvpool.rpc.error_codec import encode_error
+from nvpool.rpc.handshake import printable
 from nvpool.rpc.transports import ucx
 from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST, pack_head
 from nvpool.rpc.transports.rdma_buffers import PLACE_BYTES_MAX, RegisteredBuffers
@@ -414,6 +415,7 @@ class RdmaServed(StreamServed):
             return
         elif kind == HELLO and code and self._greeted:
             self._word(code, message)
+            self._pause_after_turn()
             return
         super()._deliver(kind, code, number, deadline_ms, message, payload)
 
@@ -445,7 +447,8 @@ class RdmaServed(StreamServed):
                 if key is not None:
                     key.drop()
             elif word == FAILED:
-                _log.info("no RDMA with %s: %s", self._who(), bytes(said).decode(errors="replace"))
+                reason = printable(bytes(said[:KEY_BYTES_MAX]).decode(errors="replace"))
+                self._log_fault(logging.INFO, f"no RDMA with {self._who()}: {reason}")
                 self._unlink()
             elif self._endpoint is not None or word not in (KEY, TRY):  # they may have crossed our FAILED
                 raise CorruptFrame(f"word {word} out of place")
@@ -462,7 +465,7 @@ class RdmaServed(StreamServed):
             self._send(pack_head(HELLO, WORKS, 0, 0, b"", 0), (), 0, gather=False)
 
     def _failed(self, reason: str) -> None:
-        _log.info("no RDMA with %s: %s", self._who(), reason)
+        self._log_fault(logging.INFO, f"no RDMA with {self._who()}: {reason}")
         self._unlink()
         if not self._ended:
             self._send(pack_head(HELLO, FAILED, 0, 0, reason.encode(), 0), (), 0, gather=False)

@@ -184,11 +184,15 @@ class _End(asyncio.BufferedProtocol):
         self._ended = reason
         self._reader.stalled = True
         if logged:
-            _log.warning("connection with %s ended: %s", self._who(), reason)
+            self._log_end(reason)
         if self._out:
             self._flush()
         self._transport.close()
         self._on_end(reason)
+
+    def _log_end(self, reason: str) -> None:
+        """Log that the connection ends by the peer's fault."""
+        _log.warning("connection with %s ended: %s", self._who(), reason)
 
     def abandon(self, reason: str) -> None:
         """Close the connection, if it was made at all."""
@@ -442,6 +446,7 @@ class StreamServed(RequestFastPath, _End, ServerConnection):
                 self._stop_reading()
         elif kind == CANCEL and self._greeted:
             self.cancel_request(number)
+            self._pause_after_turn()
         elif kind == HELLO and not self._greeted:
             greeting = self._listener.greeting
             try:
@@ -458,6 +463,21 @@ class StreamServed(RequestFastPath, _End, ServerConnection):
             )
         else:
             raise CorruptFrame(f"a frame of kind {kind} out of place")
+
+    def _pause_after_turn(self) -> None:
+        """Stop reading if the time slice of the peer has ended; frames other than requests count too."""
+        if self._share is not None and not self._share.takes_turn():
+            self._stop_reading()
+
+    def _log_end(self, reason: str) -> None:
+        self._log_fault(logging.WARNING, f"connection with {self._who()} ended: {reason}")
+
+    def _log_fault(self, level: int, text: str) -> None:
+        """Log a fault of the peer; at a bounded rate unless the peer is trusted."""
+        if self._entered is not None and not self._entered.limited:
+            _log.log(level, "%s", text)
+        else:
+            self._listener.limits.log(f"fault {level}", text, level)
 
     def _offers(self) -> Sequence[str]:
         return ()

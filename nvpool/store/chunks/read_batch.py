@@ -163,6 +163,7 @@ class BlockBatchReader:
         flag = 0 if verify else UNCHECKED
         zeros: list[tuple[int, int]] = []
         at = number = 0  # position of the next block in the payload; number of the next read
+        holes = 0  # requested bytes without a block in the payload: they cost time too, and no memory
         count = len(reads) // READ.size
         find = _read_batch.find if _read_batch is not None else None
         looked_up = False
@@ -245,6 +246,9 @@ class BlockBatchReader:
                     crcs.append(sums)
                     pack_result(results, place, 0, flag if present else 0, present << 12, chunk.version)
                     at += present << 12
+                    holes += length - (present << 12)
+                    if holes > READ_BATCH_BYTES_MAX:
+                        break
                 if bad_chunks and (inode, which) in bad_chunks:
                     checked.append(number - 1)
             except (NvpoolError, IndexError) as error:
@@ -253,7 +257,7 @@ class BlockBatchReader:
                 code = error.wire_code if isinstance(error, NvpoolError) else InvalidRequest.wire_code
                 pack_result(results, place, code, 0, 0, 0)
                 crcs.append(b"")
-        if at > READ_BATCH_BYTES_MAX:
+        if at > READ_BATCH_BYTES_MAX or holes > READ_BATCH_BYTES_MAX:
             raise InvalidRequest(f"a batch reads at most {READ_BATCH_BYTES_MAX} bytes")
         self.read_count += len(crcs)
         self.read_bytes += at

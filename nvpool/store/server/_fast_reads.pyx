@@ -82,7 +82,7 @@ cdef enum:
     ROOMS_MAX = 4 * HUGE_ROOMS
 
 cdef uint64_t skew_ms = int(CLOCK_SKEW_S * 1000)
-cdef long may_read = READ | SERVICE, serves_all = SERVICE
+cdef long may_read = READ, serves_all = SERVICE
 cdef uint16_t method_of_reads = DATA_READ, method_of_writes = DATA_WRITE
 cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX
 cdef object method_key = DATA_READ
@@ -305,7 +305,7 @@ cdef class FastReads:
             return None
         grant = <object>found
         cdef long rights = grant.rights
-        if not rights & may_read or not rights & serves_all and <uint64_t>grant.inode != inode:
+        if not rights & may_read or rights & serves_all or <uint64_t>grant.inode != inode:
             return None
         cdef uint64_t ends_ms = grant.ends_ms, now_ms = self._now_ms()
         if now_ms > skew_ms and ends_ms < now_ms - skew_ms:

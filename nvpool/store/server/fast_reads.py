@@ -7,8 +7,8 @@ implementation in Python and gives the same answers.
 
 The path takes a request only under all of these conditions:
 
-* The frame is complete, with one read of up to BLOCKS_MAX whole blocks, by one grant that was verified
-  before, with the current map epoch.
+* The frame is complete, with one read of up to BLOCKS_MAX whole blocks, by one grant of that inode that was
+  verified before, with the current map epoch. Grants of services take the slow path, which knows the caller.
 * The chunk and the segment are in the index cache, without a hole, a damaged block, lost data, or a write
   that the chain has not decided yet.
 * No client watches the I/O statistics.
@@ -165,11 +165,7 @@ class PlainReads:
         if (offset | length) & BLOCK_BYTES - 1 or not 0 < length <= BLOCKS_MAX * BLOCK_BYTES or place:
             return None
         grant = self._grants.get(rights[0])
-        if (
-            grant is None
-            or not grant.rights & (READ | SERVICE)
-            or (not grant.rights & SERVICE and grant.inode != inode)
-        ):
+        if grant is None or not grant.rights & READ or grant.rights & SERVICE or grant.inode != inode:
             return None
         if grant.ends_ms + CLOCK_SKEW_S * 1000 < self._clock.wall_ns() // 1_000_000:
             return None

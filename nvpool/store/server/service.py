@@ -19,7 +19,7 @@ import logging
 import math
 import os
 import struct
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 
 from google.protobuf.message import DecodeError
@@ -47,15 +47,19 @@ from nvpool.rpc.access_control import Callers
 from nvpool.rpc.api import Call
 from nvpool.rpc.fd_passing import Handover
 from nvpool.rpc.messages.read_write_codec import (
+    BATCH_ENTRIES_MAX,
     LOCATE_BYTES_MAX,
     LOCATE_ENTRIES_MAX,
     LOCATE_ENTRY,
     LOCATE_RESULT,
+    PAST_ENTRIES_MAX,
+    PAST_READS,
     SAME_VERSION,
     decode_read_request,
     encode_read_reply,
     encode_write_reply,
 )
+from nvpool.rpc.peer_roles import Role
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.security.volume_keys import PoolKeys, VolumeKey
@@ -84,6 +88,8 @@ log = logging.getLogger(__name__)
 EXTENT = struct.Struct("<III")
 WAITING_MAX = 8192
 """Waiting calls allowed at the same time, over all connections; further calls get Busy."""
+WAITING_PER_PEER_MAX = WAITING_MAX // 4
+"""Waiting calls of one peer that is not trusted, so that no peer takes the places of all others."""
 TEND_S = 1.0
 
 
@@ -128,8 +134,10 @@ class StoreService(SingleWrites, StatusHandlers):
         self.grant, self.known_grants = self._rights.grant, self._rights.known
         self.use = IoStats(clock, self.known_grants)
         self._tasks: set[asyncio.Task] = set()
-        self._reads: set[Call] = set()
-        """Reads that wait for the drive; they have no task."""
+        self._reads: dict[Call, str] = {}
+        """Reads that wait for the drive, with their peer as in `_waiting_of`; they have no task."""
+        self._waiting_of: dict[str, int] = {}
+        """Number of waiting calls by peer (CallerRights.account), for peers that are not trusted."""
         self._read_out: asyncio.Future | None = None
         self._tending: asyncio.Task | None = None
         self.ended_equal = False
@@ -267,8 +275,9 @@ class StoreService(SingleWrites, StatusHandlers):
             waiting.add(self._read_out)
         if waiting and drain_s > 0:
             await asyncio.wait(waiting, timeout=drain_s)
-        reads, self._reads = self._reads, set()
-        for call in reads:
+        reads, self._reads = self._reads, {}
+        for call, account in reads.items():
+            self._has_waited(account)
             call.fail(Draining())
         if self.upkeep is not None:
             await self.upkeep.close()
@@ -330,22 +339,44 @@ class StoreService(SingleWrites, StatusHandlers):
         if target != self.target:
             raise WrongTarget(f"this is target {self.target}, not {target}")
 
-    def _check_room(self) -> None:
+    def _take_place(self, call: Call) -> str:
+        """Count a call that will wait; return the peer to pass to `_has_waited` when it no longer does.
+
+        Busy: too many calls wait, over all peers or of this one.
+        """
         if self.waiting_count >= WAITING_MAX:
-            raise Busy("too many requests wait for this target")
+            raise Busy(f"{WAITING_MAX} requests wait for this target already; ask for less in parallel")
+        account = self._callers.of(call.peer).account
+        if account:
+            count = self._waiting_of.get(account, 0)
+            if count >= WAITING_PER_PEER_MAX:
+                raise Busy(
+                    f"{count} requests of {account} wait for this target already; ask for less in parallel"
+                )
+            self._waiting_of[account] = count + 1
+        return account
+
+    def _has_waited(self, account: str) -> None:
+        if account:
+            left = self._waiting_of[account] - 1
+            if left:
+                self._waiting_of[account] = left
+            else:
+                del self._waiting_of[account]
 
     def _later(self, call: Call, work: Coroutine) -> None:
         try:
-            self._check_room()
+            account = self._take_place(call)
         except Busy:
             work.close()
             raise
         task = asyncio.get_running_loop().create_task(self._answered(call, work))
         self._tasks.add(task)
-        task.add_done_callback(partial(self._later_ended, work))
+        task.add_done_callback(partial(self._later_ended, work, account))
 
-    def _later_ended(self, work: Coroutine, task: asyncio.Task) -> None:
+    def _later_ended(self, work: Coroutine, account: str, task: asyncio.Task) -> None:
         self._tasks.discard(task)
+        self._has_waited(account)
         work.close()  # for a task that was cancelled before its first step
 
     @staticmethod
@@ -417,23 +448,45 @@ class StoreService(SingleWrites, StatusHandlers):
         if not grant.rights & grants.SERVICE:
             raise AccessDenied("only a metadata service may do this")
 
+    def _grants(self, call: Call, raws: Sequence[bytes]) -> list[grants.Grant | None]:
+        """Return the verified grants of a batch, None for each that is not valid for this caller.
+
+        InvalidRequest: they are more than a batch has entries.
+        """
+        _check_grants(raws)
+        now_ms = self.clock.wall_ns() // 1_000_000
+        found = [self.grant(raw, now_ms) for raw in raws]
+        for number, grant in enumerate(found):
+            if grant is not None and grant.rights & grants.SERVICE and not self._is_node(call):
+                found[number] = None
+        return found
+
+    def _is_node(self, call: Call) -> bool:
+        """Whether the caller may use a grant with the right SERVICE.
+
+        Only nodes have the key that signs one. A client that shows one has it from a node that was lost.
+        """
+        return self._callers.of(call.peer).role == Role.NODE
+
     # -- reads -------------------------------------------------------------------------------------------------------
 
     def _read(self, call: Call) -> None:
         epoch, target, rights, reads, verify = decode_read_request(call.message)
         self._check_target(target)
-        if len(reads) % READ.size:
-            raise InvalidRequest(f"{len(reads)} bytes are not whole read headers")
+        _check_entries("reads", reads, READ)
         if epoch != self._epoch:
             self._check_epoch(epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
+        _check_grants(rights)
         now_ms = self.clock.wall_ns() // 1_000_000
         owners, tables = [], []
         for raw in rights:
             grant = self.grant(raw, now_ms)
             if grant is None or not grant.rights & (grants.READ | grants.SERVICE):
                 owners.append(NO_INODE)
+            elif not grant.rights & grants.SERVICE:
+                owners.append(grant.inode)
             else:
-                owners.append(ALL_INODES if grant.rights & grants.SERVICE else grant.inode)
+                owners.append(ALL_INODES if self._is_node(call) else NO_INODE)
             tables.append(0 if owners[-1] in (NO_INODE, ALL_INODES) else grant.table)
         if self.replica.pending and self.replica.is_pending(fields[:2] for fields in READ.iter_unpack(reads)):
             self._later(call, self._read_decided(call, epoch, reads, (owners, tables), verify))
@@ -454,9 +507,12 @@ class StoreService(SingleWrites, StatusHandlers):
         batch = self.store.read_now(reads, whose[0], verify, call.room)
         self.replica.losing.refuse(batch, lost)
         if batch.missed:
-            self._check_room()
-            self._reads.add(call)
-            self.store.begin_finish(batch, partial(self._read_came, call, epoch, reads, batch))
+            self._reads[call] = self._take_place(call)
+            try:
+                self.store.begin_finish(batch, partial(self._read_came, call, epoch, reads, batch))
+            except BaseException:
+                self._has_waited(self._reads.pop(call, ""))
+                raise
         else:
             self._answer_read(call, epoch, reads, batch)
 
@@ -465,7 +521,7 @@ class StoreService(SingleWrites, StatusHandlers):
     ) -> None:
         if call not in self._reads:
             return  # `close` has already failed this call
-        self._reads.remove(call)
+        self._has_waited(self._reads.pop(call))
         if self._read_out is not None and not self._reads:
             self._read_out.set_result(None)
         try:
@@ -499,8 +555,13 @@ class StoreService(SingleWrites, StatusHandlers):
             self._check_epoch(
                 request.map_epoch, lambda: (fields[:2] for fields in LOCATE_ENTRY.iter_unpack(entries))
             )
+        if len(request.past) > PAST_ENTRIES_MAX * PAST_READS.size:
+            raise InvalidRequest(
+                f"{len(request.past)} bytes of counted reads came in one request; report at most "
+                f"{PAST_ENTRIES_MAX} inodes, and the others later"
+            )
         now_ms = self.clock.wall_ns() // 1_000_000
-        known = [self.grant(raw, now_ms) for raw in request.grants]
+        known = self._grants(call, request.grants)
         if request.past:
             self.use.past(request.grants, request.past)
         results, runs, checksums, total = [], [], [], 0
@@ -549,13 +610,14 @@ class StoreService(SingleWrites, StatusHandlers):
         if self._write_one(call):
             return
         request = self._parse(pb.WriteRequest, call)
-        if len(request.writes) % WRITE.size:
-            raise InvalidRequest(f"{len(request.writes)} bytes are not whole write headers")
+        _check_entries("writes", request.writes, WRITE)
         if request.map_epoch != self._epoch:
             self._check_epoch(
                 request.map_epoch, lambda: (fields[0:4:3] for fields in WRITE.iter_unpack(request.writes))
             )
-        work = WriteBatch(self, request, memoryview(call.payload), call.deadline_s)
+        work = WriteBatch(
+            self, request, memoryview(call.payload), call.deadline_s, self._grants(call, request.grants)
+        )
         until = work.go_on()
         if until is None:
             self._answer_write(call, work)
@@ -666,7 +728,7 @@ class StoreService(SingleWrites, StatusHandlers):
             and max(self._changed_at.values(), default=self._stale_below) > request.map_epoch
         ):
             raise StaleEpoch  # the answer would miss a chunk that arrived or left
-        self._check_right(request.grant, request.inode, grants.READ | grants.WRITE)
+        self._check_right(call, request.grant, request.inode, grants.READ | grants.WRITE)
         until = min(request.until, 1 << 32)
         found, goes_on = self.store.extents(request.inode, request.first, until)
         extents = b"".join([EXTENT.pack(*extent) for extent in found])
@@ -677,12 +739,12 @@ class StoreService(SingleWrites, StatusHandlers):
             ).SerializeToString()
         )
 
-    def _check_right(self, raw: bytes, inode: int, rights: int) -> grants.Grant:
+    def _check_right(self, call: Call, raw: bytes, inode: int, rights: int) -> grants.Grant:
         """Return the grant after a check.
 
         StaleGrant: the grant is not valid, does not cover this inode, or has none of these rights.
         """
-        grant = self.grant(raw, self.clock.wall_ns() // 1_000_000)
+        (grant,) = self._grants(call, (raw,))
         if (
             grant is None
             or not grant.rights & (rights | grants.SERVICE)
@@ -698,8 +760,8 @@ class StoreService(SingleWrites, StatusHandlers):
                 request.map_epoch,
                 lambda: ((request.from_inode, request.from_index), (request.inode, request.index)),
             )
-        source = self._check_right(request.read_grant, request.from_inode, grants.READ)
-        right = self._check_right(request.write_grant, request.inode, grants.WRITE)
+        source = self._check_right(call, request.read_grant, request.from_inode, grants.READ)
+        right = self._check_right(call, request.write_grant, request.inode, grants.WRITE)
         if not right.rights & grants.SERVICE and (
             request.cut > right.cut or right.session != request.session != 0
         ):
@@ -731,3 +793,22 @@ class StoreService(SingleWrites, StatusHandlers):
             self._check_epoch(request.map_epoch, lambda: (source[:2], (request.inode, request.index)))
         self.serving_lease.check()
         call.reply(pb.CopyReply(map_epoch=self._epoch, version=version, bytes=copied).SerializeToString())
+
+
+def _check_entries(what: str, packed: bytes, entry: struct.Struct) -> None:
+    """Check the size of a batch before its entries are looked at; else InvalidRequest."""
+    if len(packed) % entry.size:
+        raise InvalidRequest(f"{len(packed)} bytes are not whole headers of {what}")
+    if len(packed) > BATCH_ENTRIES_MAX * entry.size:
+        raise InvalidRequest(
+            f"{len(packed) // entry.size} {what} came in one request; send at most {BATCH_ENTRIES_MAX}, and "
+            f"more requests"
+        )
+
+
+def _check_grants(raws: Sequence[bytes]) -> None:
+    """Check the number of grants before they are verified; else InvalidRequest."""
+    if len(raws) > BATCH_ENTRIES_MAX:
+        raise InvalidRequest(
+            f"{len(raws)} grants came in one request; send at most {BATCH_ENTRIES_MAX}, and more requests"
+        )

@@ -68,7 +68,7 @@ class StatusHandlers:
         """
         request = self._parse(pb.DescribeRequest, call)
         if self._callers.of(call.peer).role != Role.NODE:
-            self._check_right(request.grant, request.inode, grants.READ | grants.WRITE)
+            self._check_right(call, request.grant, request.inode, grants.READ | grants.WRITE)
         limit = max(1, min(request.limit or 1024, CHUNKS_DESCRIBED_MAX))
         found, more = self.store.describe(request.inode, request.first, limit)
         chunks = [

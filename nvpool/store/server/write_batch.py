@@ -25,7 +25,9 @@ from nvpool.store.replication.role import Replica
 
 WRITE = struct.Struct("<QQQIIIHH")
 BREATH_BYTES = 4 << 20
-"""Bytes written for one call before other calls get a turn: about 4 ms."""
+"""Bytes written for one call before other calls get a turn: about 4 ms.
+
+A write counts as one block at least, since it costs as much."""
 
 
 async def _breathe() -> None:
@@ -73,8 +75,14 @@ class WriteBatch:
     """
 
     def __init__(
-        self, service: WriteService, request: pb.WriteRequest, payload: memoryview, deadline_s: float
+        self,
+        service: WriteService,
+        request: pb.WriteRequest,
+        payload: memoryview,
+        deadline_s: float,
+        verified: list[grants.Grant | None],
     ):
+        """Create the batch. `verified`: the grants of the request, None for each that is not valid."""
         self._store = service.store
         self._replica = service.replica
         self._deadline_s = deadline_s
@@ -106,8 +114,7 @@ class WriteBatch:
         self.session = request.session
         self._key = service.volume_key(request.wrapped_key)
         self._cipher = None if self._key is None else self._key.cipher
-        now_ms = service.clock.wall_ns() // 1_000_000
-        self._grants = [service.grant(raw, now_ms) for raw in request.grants]
+        self._grants = verified
         self.results = bytearray(RESULT.size * len(self.headers))
 
     def go_on(self):
@@ -163,7 +170,7 @@ class WriteBatch:
             self.drop_placed()
             RESULT.pack_into(self.results, number * RESULT.size, status, 0, 0, version)
             self._done += 1
-            written += self.headers[number][5]
+            written += max(self.headers[number][5], BLOCK_BYTES)
         return None
 
     async def _discard(self, number: int) -> None:

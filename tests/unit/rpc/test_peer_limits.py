@@ -3,7 +3,11 @@
 import pytest
 
 from nvpool.core import config
+from nvpool.core.clock import ManualClock
 from nvpool.core.errors import Busy
+from nvpool.host.subordinate_uids import LOOK_S as LOOK_SUBUID_S
+from nvpool.host.subordinate_uids import SubordinateUids
+from nvpool.rpc import peer_limits as limits_module
 from nvpool.rpc.peer_limits import LOOK_S, Bounds, Limits, identify
 from nvpool.rpc.peer_roles import Credentials, Peer
 from nvpool.rpc.stats import RPC_STATS
@@ -123,6 +127,41 @@ def test_other_hosts_are_trusted_in_plain_text():
         identify(far("10.1.2.3"), plain_text=True)[1] and not identify(far("127.0.0.1"), plain_text=True)[1]
     )
     assert not identify(far("::1"), plain_text=True)[1] and not identify(user(), plain_text=True)[1]
+
+
+def test_subordinate_uids_count_for_the_owner_of_their_range(monkeypatch, tmp_path):
+    subuid, clock = tmp_path / "subuid", ManualClock()
+    subuid.write_text("# comment\nalice:100000:65536\nbob:170000:10\n1002:x:10\n:1:9\n")
+    monkeypatch.setattr(limits_module, "_SUBORDINATE_UIDS", SubordinateUids(subuid, clock))
+    for uid, name in (
+        (99_999, "uid 99999"),
+        (100_000, "subordinate uids of alice"),
+        (165_535, "subordinate uids of alice"),
+        (165_536, "uid 165536"),
+        (170_009, "subordinate uids of bob"),
+        (170_010, "uid 170010"),
+    ):
+        assert identify(user(uid)) == (name, False)
+    limits, _ = make()
+    for uid in range(100_000, 100_006):
+        End(limits, user(uid))
+    with pytest.raises(Busy, match="subordinate uids of alice"):
+        End(limits, user(100_006))
+    assert identify(Peer("x", "unix", True, "", Credentials(100_000, frozenset((4711,)), 7)), 4711)[1]
+
+
+def test_subuid_is_read_for_new_users_only_and_seldom(tmp_path):
+    subuid, clock = tmp_path / "subuid", ManualClock()
+    uids = SubordinateUids(subuid, clock)
+    assert uids.owner_of(100_000) == ""
+    subuid.write_text("alice:100000:65536\n")
+    assert uids.owner_of(100_001) == "", "within LOOK_S"
+    clock.advance(LOOK_SUBUID_S)
+    assert uids.owner_of(100_001) == "", "known already"
+    assert uids.owner_of(100_002) == uids.owner_of(100_001) == "alice"
+    subuid.unlink()
+    clock.advance(LOOK_SUBUID_S)
+    assert uids.owner_of(5) == uids.owner_of(100_002) == ""
 
 
 def test_bounds_match_the_configuration():

@@ -94,6 +94,22 @@ def test_peer_without_a_common_version_is_refused(version_min, version, fits):
         assert word in str(caught.value)
 
 
+def test_texts_of_a_greeting_are_short_and_printable():
+    most = handshake.TEXT_CHARACTERS_MAX
+    raw = wire_pb2.Hello(
+        version_min=1,
+        version=1,
+        name="ä\n2026 ERROR \x1b[2J" + "x" * 100_000,
+        software="\r\n",
+        fingerprint="b",
+    ).SerializeToString()
+    hello = handshake.check_hello(raw, Greeting("we"))
+    assert hello.name == ("ä?2026 ERROR ?[2J" + "x" * most)[:most] and hello.software == "??"
+    with pytest.raises(errors.ProtocolMismatch) as caught:
+        handshake.check_hello(raw, Greeting("we", "a"))
+    assert len(str(caught.value)) < 4 * most and str(caught.value).isprintable()
+
+
 def test_undecodable_greeting_is_a_corrupt_frame():
     with pytest.raises(errors.CorruptFrame):
         handshake.check_hello(b"\xff\xff", Greeting("we"))

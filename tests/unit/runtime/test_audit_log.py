@@ -131,6 +131,29 @@ def test_refusals_are_rate_limited(path, tmp_path):
     assert records[-1]["event"] == "token" and records[-1]["left_out"] == 500 - audit_log.REFUSED_MAX
 
 
+def test_events_of_one_client_are_rate_limited(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(audit_log, "DONE_MAX", 5)
+    clock = ManualClock()
+    log = AuditLog(path, tmp_path / "audit.lock", "nvpoold", clock)
+    one, other = (Actor(member, address="10.0.0.9:1") for member in ("client/a.1", "client/b.2"))
+    node, user = Actor("node/a.1", address="10.0.0.8:1"), Actor(uid=os.geteuid() + 1, pid=7)
+    for _ in range(20):
+        for actor in (one, node, US, user):
+            log.note("volume-set", actor, {})
+    log.note("volume-set", other, {})
+    clock.advance(1.0)
+    log.note("trash-purge", one, {})
+    records = close_and_read(log, path)
+
+    def count(**who):
+        return sum(who.items() <= record["who"].items() for record in records)
+
+    assert count(member="client/a.1") == 6 and count(member="client/b.2") == 1
+    assert count(member="node/a.1") == count(uid=US.uid) == 20 and count(uid=user.uid) == 5
+    assert sum(record.get("left_out", 0) for record in records) == 30
+    assert records[-1]["event"] == "trash-purge"
+
+
 def test_unwritable_audit_log_warns_once(tmp_path, caplog):
     log = AuditLog(tmp_path / "none" / "audit.log", tmp_path / "audit.lock", "nvpoold")
     for _ in range(3):
@@ -208,6 +231,14 @@ EVENTS = [
         {"inode": 5, "client": "client/b.2"},
     ),
     (wire.META_VOLUME, REQUEST(inode=5, action=REQUEST.SEAL), "volume-seal", {"inode": 5}),
+    (
+        wire.META_VOLUME,
+        REQUEST(inode=5, action=REQUEST.DETACH, holder="pod-7"),
+        "volume-detach",
+        {"inode": 5, "holder": "pod-7"},
+    ),
+    (wire.META_VOLUME, REQUEST(inode=5, action=REQUEST.KEY), "volume-key", {"inode": 5}),
+    (wire.META_VOLUME, REQUEST(inode=5, action=REQUEST.REWRAP), "volume-rewrap", {"inode": 5}),
     (wire.META_VOLUME, REQUEST(inode=5, action=REQUEST.REMOVE), "volume-remove", {"inode": 5}),
     (
         wire.META_VOLUME,
@@ -222,6 +253,13 @@ EVENTS = [
         {"inode": 5, "entry": 0},
     ),
     (wire.META_DUMP, pb.DumpRequest(), "dump", {}),
+    (wire.META_FSCK, pb.FsckRequest(repair=True), "fsck-repair", {}),
+    (
+        wire.META_FSCK_CLIMB,
+        pb.FsckClimbRequest(loose=7, parent=5),
+        "fsck-move",
+        {"inode": 7, "parent": 5},
+    ),
 ]
 
 
@@ -241,6 +279,9 @@ def test_volume_change_is_recorded(log, path, method, message, event, what):
         (wire.META_VOLUME, REQUEST(inode=5)),
         (wire.META_VOLUME, REQUEST(inode=5, action=REQUEST.ATTACH)),
         (wire.META_TRASH, pb.TrashRequest(inode=5)),
+        (wire.META_FSCK, pb.FsckRequest()),
+        (wire.META_FSCK, pb.FsckRequest(repair=True, cursor=b"next")),
+        (wire.META_FSCK_CLIMB, pb.FsckClimbRequest(inodes=bytes(8))),
         (wire.META_GETATTR, pb.GetAttrRequest(inode=5)),
     ],
 )

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
 from nvpool.core.config import NetworkConfig
-from nvpool.core.errors import AccessDenied, BadConfiguration
+from nvpool.core.errors import AccessDenied, BadConfiguration, NotFound
+from nvpool.host.pool_directory import write_whole
 from nvpool.poolmap.model import encode_map
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
@@ -60,6 +61,30 @@ def test_refused_and_broken_maps_do_not_end_a_daemon(monkeypatch, tmp_path, capl
 
     asyncio.run(run())
     assert [one.epoch for one in taken] == [2] and len(caplog.messages) == len(set(caplog.messages))
+
+
+def test_map_file_is_read_again_once_for_each_change(monkeypatch, tmp_path):
+    first, clock, taken, decoded = a_pool((4, 4), 1), ManualClock(), [], []
+    directory = SimpleNamespace(poolmap=tmp_path / "poolmap.json")
+    read_map = runtime_service.read_map
+    monkeypatch.setattr(
+        runtime_service, "read_map", lambda directory: decoded.append(1) or read_map(directory)
+    )
+    refresh = runtime_service.MapRefresh(directory, taken.append, clock)
+    with pytest.raises(NotFound):
+        refresh()
+    write_whole(directory.poolmap, encode_map(first))
+    refresh()
+    assert not taken, "no second look within REFRESH_S"
+    for _ in range(100):
+        clock.advance(runtime_service.REFRESH_S)
+        refresh()
+        refresh()
+    assert [one.epoch for one in taken] == [1] and len(decoded) == 1
+    write_whole(directory.poolmap, encode_map(replace(first, epoch=22)))
+    clock.advance(runtime_service.REFRESH_S)
+    refresh()
+    assert [one.epoch for one in taken] == [1, 22] and len(decoded) == 2
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,19 @@ from nvpool.cli import pool_connection
 from nvpool.cli.commands import cert
 from nvpool.client import certificate_renewal as client_renewing
 from nvpool.core.clock import ManualClock
-from nvpool.core.errors import CorruptRecord, NotFound, Unavailable
+from nvpool.core.errors import Busy, CorruptRecord, NotFound, Unavailable
 from nvpool.core.member_names import SKEW_S
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.metrics import registry as metrics
 from nvpool.metrics.exposition import Page
 from nvpool.node.admin import certificate_renewal as node_renewal
+from nvpool.node.admin import join_server
 from nvpool.node.admin.certificate_store import ISSUED_FILE, CertificateStore
 from nvpool.node.metrics import measure_certificates
 from nvpool.poolmap.certificate_expiry import DAY_S, problems, state_of
 from nvpool.poolmap.model import MAP_FORMAT, PoolMap, PoolSettings
+from nvpool.rpc.peer_roles import Peer
+from nvpool.rpc.v1 import pool_pb2, wire_pb2
 from nvpool.security import tls as identity_module
 from nvpool.security.ca import CertificateAuthority, described, request_certificate
 from nvpool.security.tls import ETCD_SECRET, TlsIdentity, is_key_of
@@ -131,6 +134,37 @@ def test_issued_certificates_are_kept_past_their_expiry(directory, authority, cl
     assert set(certificates.issued()) == {"client/c.3"}
     (directory.secret / ISSUED_FILE).write_bytes(b"broken")
     assert certificates.issued() == {}
+
+
+def test_renewals_of_one_client_are_rate_limited(directory, clock, monkeypatch):
+    """Each is signed, written to the drive and recorded, so a client must not ask without end."""
+    authority = CertificateAuthority.make(POOL)  # by the time of the certificates that the server signs
+    monkeypatch.setattr(join_server, "read_authority", lambda *_: authority)
+    certificates, noted = CertificateStore(directory), []
+    keeper = SimpleNamespace(relay=SimpleNamespace(pool_map=SimpleNamespace(pool_id=POOL, nodes=())))
+    audit = SimpleNamespace(note=lambda event, actor, what: noted.append(what["member"]))
+    server = join_server.JoinServer(directory, keeper, None, audit, certificates, clock)
+    request = pool_pb2.RenewRequest(request=request_certificate().request).SerializeToString()
+
+    async def renew(member):
+        call = SimpleNamespace(message=request, peer=Peer("x", "10.0.0.1:1", False, member))
+        answer = await server.answers[wire_pb2.POOL_RENEW](call)
+        return described(pool_pb2.RenewReply.FromString(answer).certificate).member
+
+    async def run():
+        most, one, other = join_server.RENEWALS_MAX, "client/a.1", "client/b.2"
+        assert await asyncio.gather(*(renew(one) for _ in range(most))) == [one] * most
+        with pytest.raises(Busy, match="in a minute") as caught:
+            await renew(one)
+        assert caught.value.retry_after_s == join_server.RENEWAL_S
+        assert await renew(other) == other
+        clock.advance(join_server.RENEWAL_S)
+        assert await renew(one) == one
+        with pytest.raises(Busy):
+            await renew(one)
+        assert len(noted) == most + 2 and set(certificates.issued()) == {one, other}
+
+    asyncio.run(run())
 
 
 def test_failed_renewal_leaves_its_reason(directory, clock, monkeypatch):
@@ -331,6 +365,15 @@ def requested(monkeypatch):
 def test_revoke_removes_the_member(requested, member, change):
     done = CliRunner().invoke(cert.revoke, ["/srv/p", member, "--json"])
     assert json.loads(done.output) == {"member": member, "epoch": 7} and requested == [change]
+
+
+def test_revoking_a_node_names_the_keys_that_it_keeps(requested):
+    said = {
+        member: CliRunner().invoke(cert.revoke, ["/srv/p", member]).output
+        for member in ("node/b.2", "client/c.3")
+    }
+    assert all(word in said["node/b.2"] for word in ("grant key", "authority's key", "erase secret/"))
+    assert said["client/c.3"] == "client/c.3 is not in the pool any more\n"
 
 
 def test_revoking_an_unknown_member_is_refused(requested):

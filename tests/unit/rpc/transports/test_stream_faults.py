@@ -267,6 +267,24 @@ async def test_faulty_client_is_disconnected(what, tmp_path, caplog):
     await listener.close()
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+@on_a_loop
+async def test_faults_of_untrusted_clients_are_logged_once(trusted, tmp_path, caplog):
+    listener = await serve(tmp_path, limits=Limits(Bounds(), trust=trusted))
+    name = "a\nname" + "x" * 10_000
+    hello = pack_head(HELLO, 0, 0, 0, handshake.encode_hello(Greeting(name)), 0)
+    for _ in range(20):
+        reader, writer = await raw_client(tmp_path, hello)
+        await read_frame(reader)
+        writer.write(b"GET / HTTP/1.1\r\nHost: us\r\nAccept: nothing\r\n\r\n")
+        await hangs_up(reader)
+        writer.close()
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (20 if trusted else 1)
+    assert all("a?name" in text and text.isprintable() and len(text) < 500 for text in messages)
+    await listener.close()
+
+
 @on_a_loop
 async def test_client_without_a_greeting_is_disconnected(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(stream_transport, "HELLO_S", 0.05)
@@ -316,6 +334,24 @@ async def test_slow_client_is_disconnected(request_of, tmp_path, caplog):
     assert (await good.call(1, b"", deadline_s=soon())).message == b""
     writer.close()
     await good.close()
+    await listener.close()
+
+
+@on_a_loop
+async def test_cancellations_take_turns(tmp_path, monkeypatch):
+    monkeypatch.setattr(peer_limits, "TURN_S", 0.0)
+    turns, next_turn = [], Limits.next_turn
+    monkeypatch.setattr(
+        Limits, "next_turn", lambda self, account: turns.append(account) or next_turn(self, account)
+    )
+    listener = await serve(tmp_path, limits=Limits(Bounds(), trust=False))
+    reader, writer = await raw_client(tmp_path)
+    before = len(turns)
+    cancels = b"".join(pack_head(CANCEL, 0, n, 0, b"", 0) for n in range(2, 502))
+    writer.write(cancels + pack_head(REQUEST, 1, 1, 60_000, b"", 0))
+    assert (await read_frame(reader))[:3] == (REPLY, 0, 1)
+    assert len(turns) - before >= 250
+    writer.close()
     await listener.close()
 
 

@@ -475,6 +475,19 @@ def ask(one, entries, rights=grants.READ, inode=1, left_s=60.0, token=None):
 
 
 @on_a_leasing_store
+async def test_report_of_short_circuit_reads_is_bounded(one):
+    service = StoreService(one.store, target=1, grant_secret=SECRET, clock=one.clock)
+    most = read_write_codec.PAST_ENTRIES_MAX
+    request = pb.LocateRequest(target=1, token=one.store.location_leases.token)
+    request.past = read_write_codec.PAST_READS.pack(1, 1, 4096) * most
+    service.handle(Asked(request))
+    assert service.use.past_reads == most
+    request.past += read_write_codec.PAST_READS.pack(1, 1, 4096)
+    with pytest.raises(errors.InvalidRequest, match=str(most)):
+        service.handle(Asked(request))
+
+
+@on_a_leasing_store
 async def test_locations_need_the_descriptor_token_and_a_valid_grant(
     one,
 ):

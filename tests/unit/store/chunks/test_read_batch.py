@@ -8,7 +8,7 @@ import pytest
 from nvpool.core.checksum import block_checksums
 from nvpool.core.errors import CorruptRecord, InvalidRequest
 from nvpool.store.chunks import read_batch as reads_module
-from nvpool.store.chunks.api import ALL_INODES, NO_INODE, create_chunk_store
+from nvpool.store.chunks.api import ALL_INODES, NO_INODE, READ_BATCH_BYTES_MAX, create_chunk_store
 from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.read_batch import READ, RESULT
 
@@ -67,6 +67,20 @@ def results_of(store, packed, verify, owners=OWNERS):
     for at in batch.missed:
         raise AssertionError(f"read {at} is not in memory")
     return bytes(batch.results), bytes(batch.checksums), b"".join(batch.payload)
+
+
+def test_holes_count_for_the_size_of_a_batch(tmp_path):
+    async def main():
+        store, _ = await filled(tmp_path / "t")
+        half = READ_BATCH_BYTES_MAX // 2
+        most = READ.pack(77, 0, 0, half, 0, 0) * 2
+        results, _, payload = results_of(store, most, False)
+        assert [status for status, *_ in RESULT.iter_unpack(results)] == [0, 0] and not payload
+        with pytest.raises(InvalidRequest, match=str(READ_BATCH_BYTES_MAX)):
+            results_of(store, most + READ.pack(77, 1, 0, 2 * BLOCK, 0, 0), False)
+        await store.close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.compiled

@@ -6,13 +6,15 @@ from functools import partial
 import pytest
 
 from nvpool.core import errors
+from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.store.chunks.api import create_chunk_store
 from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.read_batch import READ, RESULT
 from nvpool.store.server import service as service_module
-from tests.unit.store.server.test_store_service import Bench, FakeCall
+from nvpool.testing.fakes.meta_shard import PEER
+from tests.unit.store.server.test_store_service import CLIENT, Bench, FakeCall
 
 BLOCK = 4096
 CONTENT = b"".join(bytes([number]) * BLOCK for number in range(1, 9))
@@ -28,11 +30,12 @@ class Cold(Bench):
         self._begin, self.waiting = device.begin_read, []
         device.begin_read = lambda *arguments: self.waiting.append(arguments)
 
-    def ask(self, *blocks, verify=False):
+    def ask(self, *blocks, verify=False, peer=PEER):
         """A call that reads these blocks, started."""
         reads = b"".join(READ.pack(1, 0, block * BLOCK, BLOCK, 0, 0) for block in blocks)
         request = pb.ReadRequest(target=1, grants=[self.grant()], reads=reads, verify=verify)
         call = FakeCall(Method.DATA_READ, request.SerializeToString())
+        call.peer = peer
         self.service.handle(call)
         return call
 
@@ -156,6 +159,24 @@ async def test_waiting_reads_are_bounded(bench):
         await bench.let_go()
     finally:
         service_module.WAITING_MAX = before
+
+
+@cold
+async def test_waiting_reads_of_one_client_are_bounded(bench):
+    other = Peer("two", "10.0.0.3:1", False, "client/two.0a1b2c3d")
+    before, service_module.WAITING_PER_PEER_MAX = service_module.WAITING_PER_PEER_MAX, 2
+    try:
+        calls = [bench.ask(number, peer=CLIENT) for number in (1, 2)]
+        with pytest.raises(errors.Busy, match=CLIENT.member):
+            bench.ask(3, peer=CLIENT)
+        calls += [bench.ask(3, peer=peer) for peer in (other, PEER, PEER, PEER)]
+        await bench.let_go()
+        assert [outcome(call)[0] for call in calls] == [[0]] * 6
+        calls = [bench.ask(number, peer=CLIENT) for number in (1, 2)]
+        await bench.let_go()
+        assert [outcome(call)[0] for call in calls] == [[0]] * 2
+    finally:
+        service_module.WAITING_PER_PEER_MAX = before
 
 
 @pytest.mark.parametrize("missing", [[], [1], [0, 1, 2]])

@@ -189,9 +189,14 @@ async def test_cached_whole_blocks_get_the_bytes_of_the_slow_path(
     for block, count in ((0, 2), (5, 7), (56, 8), (64, 8)):
         assert bench.same(bench.frame(block, count)), (block, count)
     assert bench.same(bench.frame(3, number=2**32 - 1, deadline_ms=2**32 - 1, flags=1))
-    service = bench.signed(grants.SERVICE, inode=0)
-    bench.ordinary.ask(bench.frame(0, grant=service))
-    assert bench.same(bench.frame(0, grant=service))
+
+
+@with_bench
+async def test_read_with_a_grant_of_a_service_is_left_to_the_slow_path(bench):
+    for rights, inode in ((grants.SERVICE, 0), (grants.SERVICE | grants.READ, 1)):
+        frame = bench.frame(0, grant=bench.signed(rights, inode=inode))
+        bench.ordinary.ask(frame)
+        assert not bench.same(frame)
 
 
 @with_bench

@@ -18,6 +18,7 @@ from nvpool.poolmap.chains.placement import build_table
 from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.grant_revocation import taken
 from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, PoolSettings, Target, changed
+from nvpool.rpc.messages.read_write_codec import BATCH_ENTRIES_MAX
 from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import Method
@@ -28,6 +29,7 @@ from nvpool.store.chunks.read_batch import READ, RESULT
 from nvpool.store.replication.role import Replica
 from nvpool.store.server.service import EXTENT, WRITE, StoreService
 from nvpool.store.server.serving_lease import ServingLease
+from nvpool.store.server.write_batch import BREATH_BYTES
 from nvpool.testing.contracts.chunk_store import is_sound
 from nvpool.testing.fakes.meta_shard import PEER
 
@@ -158,6 +160,67 @@ async def test_reads_and_writes_need_a_valid_access_token(bench):
         "a truncate number newer than the token's"
     )
     assert (await bench.read([(1, 0, 0, 4096)], bench.authority()))[0] == [0]
+
+
+@served
+async def test_grant_of_a_service_is_accepted_from_nodes_only(bench):
+    """A client can have it only from a node that was lost, with the key that signs grants."""
+    stale = errors.StaleGrant.wire_code
+    authority = bench.grant(grants.SERVICE | grants.READ | grants.WRITE, 0)
+    piece = (1, 0, 1, 0, 0, DATA)
+    assert await bench.write([piece], authority, peer=CLIENT) == [(stale, 0)]
+    assert await bench.write([piece]) == [(0, version(1, 1))]
+    read = pb.ReadRequest(target=1, grants=[authority, bench.grant()])
+    read.reads = b"".join(READ.pack(1, 0, 0, 4096, number, 0) for number in (0, 1))
+    for peer, first in ((CLIENT, stale), (PEER, 0)):
+        answer, _ = await bench.call(Method.DATA_READ, read, b"", pb.ReadReply, peer=peer)
+        assert [status for status, *_ in RESULT.iter_unpack(answer.results)] == [first, 0]
+    extents = pb.ExtentsRequest(target=1, inode=1, until=9, grant=authority)
+    copy = pb.CopyRequest(
+        target=1,
+        read_grant=authority,
+        write_grant=authority,
+        from_inode=1,
+        inode=1,
+        index=1,
+        length=4096,
+        session=9,
+        sequence=5,
+    )
+    await bench.call(Method.DATA_EXTENTS, extents)
+    for method, request in ((Method.DATA_EXTENTS, extents), (Method.DATA_COPY, copy)):
+        with pytest.raises(errors.StaleGrant):
+            await bench.call(method, request, peer=CLIENT)
+
+
+@served
+async def test_batch_of_too_many_entries_is_refused(bench):
+    most = BATCH_ENTRIES_MAX
+    read, write = READ.pack(1, 0, 0, 4096, 0, 0), WRITE.pack(1, 0, 1, 0, 0, 0, 0, 0)
+    await bench.call(Method.DATA_READ, pb.ReadRequest(target=1, grants=[bench.grant()], reads=read * most))
+    for method, request in (
+        (Method.DATA_READ, pb.ReadRequest(target=1, reads=read * (most + 1))),
+        (Method.DATA_READ, pb.ReadRequest(target=1, grants=[b""] * (most + 1), reads=read)),
+        (Method.DATA_WRITE, pb.WriteRequest(target=1, writes=write * (most + 1))),
+        (Method.DATA_WRITE, pb.WriteRequest(target=1, grants=[b""] * (most + 1), writes=write)),
+    ):
+        with pytest.raises(errors.InvalidRequest, match=f"at most {most}, and more requests"):
+            await bench.call(method, request)
+
+
+@served
+async def test_batch_of_tiny_writes_yields_to_other_requests(bench):
+    count, turns = 4 * BREATH_BYTES // 4096, []
+
+    async def other():
+        while True:
+            turns.append(1)
+            await asyncio.sleep(0)
+
+    task = asyncio.ensure_future(other())
+    await bench.write([(1, 0, number, 0, 0, b"x") for number in range(1, count + 1)])
+    task.cancel()
+    assert len(turns) >= 3
 
 
 @served
