@@ -121,10 +121,14 @@ RIGHTS: dict[int, Right] = {
     wire.META_OUTCOME: Right(LeastRight.NODE, _SIGNED),
     wire.META_MOVE: Right(LeastRight.NODE, _SIGNED),
     wire.META_MOVED: Right(LeastRight.NODE, _SIGNED),
-    wire.META_VOLUMES: Right(LeastRight.MEMBER, _SESSION),
+    wire.META_VOLUMES: Right(
+        LeastRight.MEMBER,
+        f"{_SESSION}; a client gets the volumes to which it has a right, and its own rights alone",
+    ),
     wire.META_VOLUME: Right(
         LeastRight.USER,
-        f"{_SESSION}; the action: clients with the right to write, rights by nodes, a local user only looks",
+        f"{_SESSION}; the action: clients with the right to write, rights by nodes, a local user only looks; "
+        "a caller without a right sees nothing of it",
     ),
     wire.META_VOLUME_ROOM: Right(LeastRight.VOLUME, _CHANGE),
     wire.META_TRASH: Right(LeastRight.VOLUME_OF_CLIENT, f"{_SEE}, and write in it to change the trash"),

@@ -187,10 +187,11 @@ def attributes(view: View, request: meta_pb2.GetAttrManyRequest, now_ns: int) ->
 
     Deleted inodes, and inodes in volumes to which the caller has no right, are left out.
     """
+    check_inode_count(request.inodes)
     numbers = read_write_codec.unpack_inodes(request.inodes)
-    if len(numbers) > LIST_LIMIT_MAX or not all(0 < number < 1 << 63 for number in numbers):
+    if not all(0 < number < 1 << 63 for number in numbers):
         raise InvalidRequest(
-            f"the attributes of {LIST_LIMIT_MAX} inodes at most can be asked for in one request"
+            "attributes are asked for by the numbers of inodes, which are from 1 to 2**63 - 1"
         )
     for number in numbers:
         if view.is_elsewhere(partition_of(number)):
@@ -210,6 +211,15 @@ def attributes(view: View, request: meta_pb2.GetAttrManyRequest, now_ns: int) ->
     if request.rights & READ and leased and not view.access.restricted:  # as in a listing
         reply.grants = _grants(view, request.session, inodes, leased, now_ns)
     return reply
+
+
+def check_inode_count(packed: bytes) -> None:
+    """InvalidRequest: the list of inodes is longer than one request may have."""
+    if len(packed) > 8 * LIST_LIMIT_MAX:
+        raise InvalidRequest(
+            f"the attributes of {LIST_LIMIT_MAX} inodes at most can be asked for in one request, not of "
+            f"{len(packed) // 8}; ask for the others in the next one"
+        )
 
 
 def _elsewhere(number: int, kind: int) -> tuple:

@@ -88,8 +88,7 @@ def lookup_many(
 
     Yields one reply at the end, and None wherever other requests should get their turn.
     """
-    if sum(len(directory.names) for directory in request.directories) > LIST_LIMIT_MAX:
-        raise InvalidRequest(f"{LIST_LIMIT_MAX} names at most can be looked up in one request")
+    check_name_count(request)
     reply = meta_pb2.LookupManyReply()
     one = meta_pb2.LookupRequest(session=request.session)
     rights = request.rights & READ  # a write grant would mark the inode, which is a change
@@ -110,6 +109,19 @@ def lookup_many(
                 except (Refused, Stale, CorruptRecord) as error:
                     reply.found.add(error=error.wire_code)
     yield reply
+
+
+def check_name_count(request: meta_pb2.LookupManyRequest) -> None:
+    """InvalidRequest: the request has too many names, or too many directories."""
+    directories = request.directories
+    if (
+        len(directories) > LIST_LIMIT_MAX
+        or sum(len(directory.names) for directory in directories) > LIST_LIMIT_MAX
+    ):
+        raise InvalidRequest(
+            f"{LIST_LIMIT_MAX} names at most can be looked up in one request, in as many directories; look up "
+            f"the others in the next one"
+        )
 
 
 Piece = tuple[meta_pb2.NamesIn, Sequence[bytes]]
@@ -221,11 +233,11 @@ def _look_up_together(
 
 def parts(view: View, request: meta_pb2.PartsRequest) -> meta_pb2.PartsReply:
     """Counts of this shard's stripes of wide directories."""
-    numbers = read_write_codec.unpack_inodes(request.inodes)
-    if len(numbers) > LIST_LIMIT_MAX:
+    if len(request.inodes) > 8 * LIST_LIMIT_MAX:
         raise InvalidRequest(
             f"the parts of {LIST_LIMIT_MAX} directories at most can be asked for in one request"
         )
+    numbers = read_write_codec.unpack_inodes(request.inodes)
     reply = meta_pb2.PartsReply()
     for number in numbers:
         counts = view.counts_of_part(number)
@@ -299,10 +311,12 @@ def locks(view: View, request: meta_pb2.LocksRequest, now_ns: int) -> Draft:
     if request.mode:
         check_range(request)
         owner = Owner(request.kind, request.session, request.owner)
-        found = sorted(
+        first = min(
             view.locks.in_the_way(request.inode, owner, request.start, request.end, request.mode),
             key=lambda one: one.span.start,
-        )[:1]
+            default=None,
+        )
+        found = [first] if first is not None else []
     else:
         found = list(islice(view.locks.locks_on(request.inode), LOCKS_MAX + 1))
     reply = draft.reply = meta_pb2.LocksReply(more=len(found) > LOCKS_MAX)
@@ -337,10 +351,9 @@ def names(view: View, request: meta_pb2.NamesRequest) -> meta_pb2.NamesReply:
     too. Unreadable entries are left out (fsck handles them). InvalidRequest: a number can be no inode.
     CorruptRecord: the search can not continue.
     """
-    wanted = set(read_write_codec.unpack_inodes(request.inodes))
-    if not 0 < len(wanted) <= NAMES_INODES_MAX or not all(
-        0 < number < 1 << 63 for number in (*wanted, request.directory or 1)
-    ):
+    fits = len(request.inodes) <= 8 * NAMES_INODES_MAX
+    wanted = set(read_write_codec.unpack_inodes(request.inodes)) if fits else set()
+    if not wanted or not all(0 < number < 1 << 63 for number in (*wanted, request.directory or 1)):
         raise InvalidRequest(f"names of 1 to {NAMES_INODES_MAX} inodes can be asked for")
     reply = meta_pb2.NamesReply()
     if not request.cursor and not request.directory and not request.elsewhere:

@@ -104,7 +104,10 @@ def attachments(view: View, number: int) -> list[str]:
     return [key[KEY_BYTES:].decode(errors="replace") for key, _ in pairs]
 
 
-def state_of(view: View, number: int, record: VolumeRecord, use: VolumeUse) -> pb.VolumeState:
+def state_of(
+    view: View, number: int, record: VolumeRecord, use: VolumeUse, asker: str = ""
+) -> pb.VolumeState:
+    """State of the volume as the asker sees it: a client ("" is a node) learns no other client's rights."""
     state = pb.VolumeState(
         inode=number,
         name=record.name,
@@ -122,7 +125,11 @@ def state_of(view: View, number: int, record: VolumeRecord, use: VolumeUse) -> p
         attachments=attachments(view, number),
         pool_key=wrapped_by(record.wrapped_key) if record.wrapped_key else "",
     )
-    state.grants.extend(pb.VolumeGrant(client=member, write=write) for member, write in record.grants)
+    state.grants.extend(
+        pb.VolumeGrant(client=member, write=write)
+        for member, write in record.grants
+        if not asker or member == asker
+    )
     raw = view.get(inode_key(number))  # readable by everybody, even if the caller may not enter the volume
     if raw is not None:
         state.table, state.chunk_bits = decode_inode(number, raw).layout

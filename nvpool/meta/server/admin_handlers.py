@@ -70,7 +70,10 @@ class AdminHandlers:
         request = pb.GetAttrManyRequest.FromString(call.message)
         self._sessions.of(request.session, self._owner(call))
         if (user := self._user(call)) is not None:
-            request.inodes, request.rights = self._users.reachable(self._view, user, request.inodes), 0
+            self._reply_in_steps(
+                call, self._users.getattr_many(self._view, request, self._clock.wall_ns, user)
+            )
+            return
         call.reply(attributes(self._view, request, self._clock.wall_ns()).SerializeToString())
 
     def _parts(self, call: Call) -> None:

@@ -9,7 +9,11 @@ refused before, in rpc/access_control.
 An inode number alone gives no access: the inode must be reachable by a path that the user may search. A
 directory knows its parent directory. For a file the shard remembers in which directory the user has met it,
 or else searches the names of the file's partition. A session may keep using a right for which it received a
-grant, as with a file descriptor, even if mode or path change later.
+grant, as with a file descriptor, even if mode or path change later. A file that a session merely states to
+have open gives no such right unless the user can reach it then.
+
+A request about many inodes or names runs in steps. Within a step each directory is checked once (`Walks`),
+and the request as a whole may scan a bounded number of names.
 
 A client whose certificate squashes root (`identities.squashes_root`) is treated alike. If a request says for
 which user it is made, that user is believed, except that root counts as nobody. Otherwise the request is made
@@ -23,7 +27,8 @@ All metadata must be in one shard, because a path over several shards can not be
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from nvpool.core import grants
@@ -31,8 +36,8 @@ from nvpool.core.errors import (
     AccessDenied,
     CorruptRecord,
     DirectoryGone,
-    InvalidRequest,
     NotFound,
+    NvpoolError,
     Refused,
     Stale,
 )
@@ -42,12 +47,12 @@ from nvpool.core.posix.acl import ACCESS, NAMES, Acl, decode_acl
 from nvpool.core.posix.byte_range_locks import EXCLUSIVE, RECORD, UNLOCKED
 from nvpool.meta.operations import permissions
 from nvpool.meta.operations import setattr as attributes_of
-from nvpool.meta.operations.listing import LIST_LIMIT_MAX
+from nvpool.meta.operations.listing import attributes, check_inode_count
 from nvpool.meta.operations.permissions import READ, SEARCH, WRITE, mode_after_write, name_of
-from nvpool.meta.operations.queries import LOOKUP_STEP, lookup
+from nvpool.meta.operations.queries import LOOKUP_STEP, check_name_count, lookup
 from nvpool.meta.operations.rename import EXCHANGE
-from nvpool.meta.operations.xattr import KILL_SET_GID, drop_attribute
-from nvpool.meta.sessions.table import Sessions
+from nvpool.meta.operations.xattr import KILL_SET_GID, check_name, drop_attribute
+from nvpool.meta.sessions.table import Session, Sessions
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
 from nvpool.meta.state.transaction import Decision, Draft, View
@@ -63,6 +68,14 @@ KNOWN_MAX = 131_072
 entry is dropped."""
 SEARCHED_MAX = 20_000
 """Directory entries that are searched for the name of a file that is not cached: 15 ms."""
+SEARCHED_PER_REQUEST_MAX = 4 * SEARCHED_MAX
+"""As SEARCHED_MAX, for all files of a request about many. Files beyond it count as unknown; a request about
+one of them searches for that one."""
+STEP_WORK = 256
+"""Inodes checked and directories read in one step of a request about many inodes: two to four milliseconds.
+A scanned entry counts as a tenth."""
+OPENS_LOOKED_AT = 1024
+"""Open files of a session, the latest first, among which one is looked for that it may write in a volume."""
 DEPTH_MAX = 4096
 CAPABILITIES = b"security.capability"
 """Extended attribute with the capabilities of an executable file (capabilities(7)); removed when set-uid
@@ -78,6 +91,52 @@ def check_shards(view: View) -> None:
         )
 
 
+class Walks:
+    """Work of one request about many inodes: directories checked in this step, and names found by searches."""
+
+    __slots__ = ("checked", "wanted", "names", "searched", "work", "entries_left")
+
+    def __init__(self, wanted: frozenset[int] = frozenset()) -> None:
+        """`wanted`: inodes of the request whose names may be searched."""
+        self.checked: dict[tuple[int, int], NvpoolError | None] = {}
+        """By user and directory: None if `entered` has let the user pass in this step, else its error."""
+        self.wanted = wanted
+        self.names: dict[int, list[tuple[int, bytes]]] = {}
+        """Directories and names of the wanted inodes, when they were found; each use looks them up again."""
+        self.searched: set[int] = set()
+        """Partitions whose names were scanned."""
+        self.work = 0
+        self.entries_left = SEARCHED_PER_REQUEST_MAX
+
+    @property
+    def is_due(self) -> bool:
+        """Whether other requests should get their turn."""
+        return self.work >= STEP_WORK
+
+    def begin_step(self) -> None:
+        """Forget the checks, because modes may have changed while other requests had their turn."""
+        self.checked.clear()
+        self.work = 0
+
+    def search(self, view: View, partition: int) -> None:
+        """Scan the partition once for names of all wanted inodes, as far as the request may scan more."""
+        if partition in self.searched or self.entries_left <= 0:
+            return
+        self.searched.add(partition)
+        first, end = records.prefix(partition, records.DENTRY), records.prefix(partition, records.DENTRY + 1)
+        pairs = view.scan(first, end, min(SEARCHED_MAX, self.entries_left))
+        self.entries_left -= len(pairs)
+        self.work += 1 + len(pairs) // 10
+        for key, raw in pairs:
+            try:
+                number = records.decode_dentry(partition, raw)[0]
+            except CorruptRecord:
+                continue
+            if number in self.wanted:
+                place = records.directory_of_key(key), key[records.NAME_AT :]
+                self.names.setdefault(number, []).append(place)
+
+
 class LocalUsers:
     """Cached facts about all local users. They are in memory only and are found again after a restart."""
 
@@ -85,25 +144,57 @@ class LocalUsers:
         self._sessions = sessions
         self._places: dict[tuple[int, int], tuple[int, bytes]] = {}
         self._rights: dict[tuple[int, int], int] = {}
+        self._writers: dict[tuple[int, int], bool] = {}
+        """Sessions and volumes in which they have received a grant to write."""
 
     def check_volume(
         self, view: View, credentials: Credentials, request: pb.VolumeRequest | pb.VolumeRoomRequest
     ) -> None:
-        """AccessDenied: the user can not reach the volume, or the request would change it."""
+        """AccessDenied: the user can not reach the volume, or the request would change it.
+
+        The key of an encrypted volume is only for users who may enter the volume.
+        """
         if isinstance(request, pb.VolumeRequest) and request.action not in (
             pb.VolumeRequest.SHOW,
             pb.VolumeRequest.KEY,
         ):
             raise AccessDenied(f"{name_of(credentials)} has not the rights of a node, and changes no volume")
-        User(self, view, credentials).reach(request.inode)
+        user = User(self, view, credentials)
+        inode = user.reach(request.inode)
+        if isinstance(request, pb.VolumeRequest) and request.action == pb.VolumeRequest.KEY:
+            user.check(inode, SEARCH)
 
-    def decision(self, method: int, credentials: Credentials, decide: Decision) -> Decision:
+    def may_write_in(self, view: View, credentials: Credentials, session: int, volume: int) -> bool:
+        """Whether the session has received the right to write a file of the volume.
+
+        After a restart of the shard no such right is known. Then an open file counts that the user may write.
+        """
+        if (session, volume) in self._writers:
+            return True
+        found, user = self._sessions.by_number.get(session), User(self, view, credentials)
+        for number in islice(reversed(found.opens), OPENS_LOOKED_AT) if found is not None else ():
+            if partition_of(number) != partition_of(volume):
+                continue
+            try:
+                inode = view.inode(number)
+            except (Refused, CorruptRecord):
+                continue
+            if inode.volume == volume and (
+                user.held(session, inode) & grants.WRITE or user.may(inode, WRITE)
+            ):
+                self.wrote(session, volume)
+                return True
+        return False
+
+    def decision(
+        self, method: int, credentials: Credentials, decide: Decision, walks: Walks | None = None
+    ) -> Decision:
         """Wrap `decide` for this user: checks come first, and the request gets the user's uid and groups."""
         guard, note = _GUARDS[method]
         says = credentials.uid == SOMEBODY and method in _SAY_FOR_WHOM
 
         def decide_for_user(view: View, request: Any, now_ns: int) -> Draft:
-            user = User(self, view, believed(request.change) if says else credentials, credentials.uid)
+            user = User(self, view, believed(request.change) if says else credentials, credentials.uid, walks)
             guard(user, request)
             draft = decide(view, request, now_ns)
             note(user, request, draft)
@@ -131,16 +222,64 @@ class LocalUsers:
         ):
             self.met(credentials.uid, inode, directory, name)
 
-    def reachable(self, view: View, credentials: Credentials, packed: bytes) -> bytes:
-        """Those of the inodes that the user can reach by a path."""
-        user, found = User(self, view, credentials), []
-        for number in read_write_codec.unpack_inodes(packed)[:LIST_LIMIT_MAX]:
+    def getattr_many(
+        self, view: View, request: pb.GetAttrManyRequest, now_ns: Callable[[], int], credentials: Credentials
+    ) -> Iterator[pb.GetAttrManyReply | None]:
+        """As `operations.listing.attributes`, of those inodes that the user can reach by a path.
+
+        Yields one reply at the end, and None wherever other requests should get their turn. The checks and
+        the attributes of an inode are of the same step.
+        """
+        check_inode_count(request.inodes)
+        numbers = list(dict.fromkeys(read_write_codec.unpack_inodes(request.inodes)))
+        walks, reply, packed = Walks(frozenset(numbers)), pb.GetAttrManyReply(), []
+        user, found = User(self, view, credentials, walks=walks), []
+        for at, number in enumerate(numbers, 1):
+            walks.work += 1
             try:
                 user.reach(number)
+                found.append(number)
             except (Refused, CorruptRecord):
+                pass
+            if not walks.is_due and at < len(numbers):
                 continue
-            found.append(number)
-        return read_write_codec.pack_inodes(found)
+            some = pb.GetAttrManyRequest(session=request.session, inodes=read_write_codec.pack_inodes(found))
+            part = attributes(view, some, now_ns())
+            packed.append(part.packed)
+            reply.lease_ms = reply.lease_ms or part.lease_ms
+            if at < len(numbers):
+                yield None
+                walks.begin_step()
+                found = []
+        reply.packed = b"".join(packed)
+        yield reply
+
+    def openable(
+        self,
+        view: View,
+        credentials: Credentials,
+        session: Session,
+        inodes: Sequence[int],
+        in_grace: bool,
+    ) -> Generator[None, None, list[int]]:
+        """Those of the inodes that the session may state as open: see `User.may_state`.
+
+        Yields wherever other requests should get their turn. `in_grace`: the shard has restarted and does not
+        know yet what the session had open.
+        """
+        walks = Walks(frozenset(inodes))
+        user, found = User(self, view, credentials, walks=walks), []
+        known: dict[int, bool] = {}
+        for number in inodes:
+            if number not in known:
+                if walks.is_due:
+                    yield None
+                    walks.begin_step()
+                known[number] = number in session.opens or user.may_state(session.number, number, in_grace)
+                walks.work += 1
+            if known[number]:
+                found.append(number)
+        return found
 
     def lookup_many(
         self,
@@ -151,10 +290,9 @@ class LocalUsers:
         credentials: Credentials,
     ) -> Iterator[pb.LookupManyReply | None]:
         """As `operations.lookup.lookup_many`, but with the user's checks for each name."""
-        if sum(len(directory.names) for directory in request.directories) > LIST_LIMIT_MAX:
-            raise InvalidRequest(f"{LIST_LIMIT_MAX} names at most can be looked up in one request")
-        reply = pb.LookupManyReply()
-        decide = self.decision(wire.META_LOOKUP, credentials, lookup)
+        check_name_count(request)
+        reply, walks = pb.LookupManyReply(), Walks()
+        decide = self.decision(wire.META_LOOKUP, credentials, lookup, walks)
         count = 0
         for directory in request.directories:
             for name in directory.names:
@@ -169,8 +307,9 @@ class LocalUsers:
                 except (Refused, Stale, CorruptRecord) as error:
                     reply.found.add(error=error.wire_code)
                 count += 1
-                if not count % LOOKUP_STEP:
+                if not count % LOOKUP_STEP or walks.is_due:
                     yield None
+                    walks.begin_step()
         yield reply
 
     # -- for User ----------------------------------------------------------------------------------------------------------
@@ -188,6 +327,9 @@ class LocalUsers:
     def given(self, session: int, inode: int, rights: int) -> None:
         _keep(self._rights, (session, inode), self.rights(session, inode) | rights)
 
+    def wrote(self, session: int, volume: int) -> None:
+        _keep(self._writers, (session, volume), True)
+
     def has_open(self, session: int, inode: int) -> bool:
         found = self._sessions.by_number.get(session)
         return found is not None and inode in found.opens
@@ -201,15 +343,21 @@ def _keep(table: dict, key: Any, value: Any) -> None:
 
 
 class User:
-    """One user during one decision."""
+    """One user during one decision, or during one request about many inodes (`walks`)."""
 
-    __slots__ = ("known", "view", "credentials", "uid", "met_by")
+    __slots__ = ("known", "view", "credentials", "uid", "met_by", "walks")
 
     def __init__(
-        self, known: LocalUsers, view: View, credentials: Credentials, met_by: int | None = None
+        self,
+        known: LocalUsers,
+        view: View,
+        credentials: Credentials,
+        met_by: int | None = None,
+        walks: Walks | None = None,
     ) -> None:
         """`met_by`: uid under which met files are remembered, which proves no right; default: the user's
         own."""
+        self.walks = walks
         self.known = known
         self.view = view
         self.credentials = credentials
@@ -234,6 +382,9 @@ class User:
         AccessDenied: the user may not search one of them. DirectoryGone: the directory was removed.
         """
         directory = at = self.view.directory(number)
+        if self.walks is not None:
+            self._walk(directory, self.walks)
+            return directory
         for _ in range(DEPTH_MAX):
             if at.flags & records.TRASHED:
                 break
@@ -242,6 +393,32 @@ class User:
                 return directory
             at = self.view.directory(at.parent)
         raise DirectoryGone(f"directory {number} was removed")
+
+    def _walk(self, directory: Inode, walks: Walks) -> None:
+        """As `entered`, but each directory is checked only once in a step. Raises the error of that check."""
+        checked, uid, at = walks.checked, self.uid, directory
+        path: list[tuple[int, int]] = []
+        error: NvpoolError | None = DirectoryGone(f"directory {directory.number} was removed")
+        try:
+            for _ in range(DEPTH_MAX):
+                place = uid, at.number
+                if place in checked:
+                    error = checked[place]
+                    break
+                path.append(place)
+                walks.work += 1
+                if at.flags & records.TRASHED:
+                    break
+                self.check(at, SEARCH)
+                if at.number == ROOT_INODE:
+                    error = None
+                    break
+                at = self.view.directory(at.parent)
+        except (Refused, CorruptRecord) as found:
+            error = found
+        checked.update(dict.fromkeys(path, error))
+        if error is not None:
+            raise error.with_traceback(None)
 
     def reach(self, number: int) -> Inode:
         """The inode, after a check that a path leads to it which the user may search.
@@ -269,6 +446,9 @@ class User:
         AccessDenied: the user can reach none of the file's names. NotFound: the file may have names
         elsewhere; a caller that knows one looks that name up.
         """
+        if self.walks is not None:
+            self._look_among_many(number, self.walks)
+            return
         partition, found = partition_of(number), 0
         first, end = records.prefix(partition, records.DENTRY), records.prefix(partition, records.DENTRY + 1)
         denied: AccessDenied | None = None
@@ -287,7 +467,45 @@ class User:
             return
         if denied is not None and found >= links:
             raise denied
-        raise NotFound(f"{name_of(self.credentials)} is not known to have a path to inode {number}")
+        raise self._unknown(number)
+
+    def _look_among_many(self, number: int, walks: Walks) -> None:
+        """As `_look_for`, for a request about many inodes. NotFound: no name was found that the user can
+        reach."""
+        if number in walks.wanted:
+            walks.search(self.view, partition_of(number))
+        for directory, name in walks.names.get(number, ()):
+            try:
+                if self.view.named(self.entered(directory), name)[1] == number:
+                    self.known.met(self.met_by, number, directory, name)
+                    return
+            except (AccessDenied, NotFound, CorruptRecord):
+                continue
+        raise self._unknown(number)
+
+    def _unknown(self, number: int) -> NotFound:
+        return NotFound(f"{name_of(self.credentials)} is not known to have a path to inode {number}")
+
+    def may_state(self, session: int, number: int, in_grace: bool) -> bool:
+        """Whether the session may state that it has the inode open.
+
+        It may if it has received a right to the file, or the user can reach it. A file that was deleted has
+        no path: its owner may state it, and `in_grace` every user whom its mode lets read or write.
+        """
+        if self.known.rights(session, number):
+            return True
+        try:
+            inode = self.view.inode(number)
+            if inode.links and not inode.flags & records.TRASHED:
+                self.reach(number)
+                return True
+        except (Refused, CorruptRecord):
+            return False
+        return self._owns(inode) or (in_grace and (self.may(inode, READ) or self.may(inode, WRITE)))
+
+    def _owns(self, inode: Inode) -> bool:
+        """Whether the inode is the user's own; that of any user but root counts for SOMEBODY."""
+        return self.uid == inode.uid or (self.uid == SOMEBODY and bool(inode.uid))
 
     # -- rights
 
@@ -308,7 +526,7 @@ class User:
 
     def _everybody_reaches(self, inode: Inode) -> bool:
         try:
-            User(self.known, self.view, _NOBODY, self.met_by).reach(inode.number)
+            User(self.known, self.view, _NOBODY, self.met_by, self.walks).reach(inode.number)
         except Refused:
             return False
         return True
@@ -317,12 +535,10 @@ class User:
         """Rights that the session holds as if by a file descriptor.
 
         After a restart no granted rights are known. Then the owner of a file that the session reports as open
-        has all rights, because an owner could give them to itself. Squashed root does not share rights that
-        other users of the same session have obtained.
+        (`may_state`) has all rights, because an owner could give them to itself. Squashed root does not share
+        rights that other users of the same session have obtained.
         """
-        if (self.uid == inode.uid or (self.uid == SOMEBODY and inode.uid)) and self.known.has_open(
-            session, inode.number
-        ):
+        if self._owns(inode) and self.known.has_open(session, inode.number):
             return grants.READ | grants.WRITE
         return 0 if self.is_squashed else self.known.rights(session, inode.number)
 
@@ -363,6 +579,8 @@ class User:
             self.known.met(self.met_by, entry.attr.inode, directory, name)
         if entry.grant:
             self.known.given(session, entry.attr.inode, rights)
+            if rights & grants.WRITE and entry.attr.volume:
+                self.known.wrote(session, entry.attr.volume)
 
 
 def believed(change: pb.Change) -> Credentials:
@@ -433,6 +651,7 @@ def _guard_inode(user: User, request: Any) -> None:
 
 def _guard_getxattr(user: User, request: pb.GetXattrRequest) -> None:
     inode = user.handled(request.session, request.inode, 0)
+    check_name(request.name)
     permissions.check_xattr(inode, user.access(inode), user.credentials, request.name, READ)
 
 
@@ -606,6 +825,7 @@ def _note_link(user: User, request: pb.LinkRequest, draft: Draft) -> None:
 
 def _guard_change_of_xattr(user: User, request: pb.SetXattrRequest | pb.RemoveXattrRequest) -> None:
     inode = user.handled(request.change.session, request.inode, 0)
+    check_name(request.name)
     permissions.check_xattr(inode, user.access(inode), user.credentials, request.name, WRITE)
     if (
         request.name in NAMES

@@ -115,12 +115,14 @@ class MetaService(AdminHandlers, SessionHandlers, VolumeHandlers):
         self._runs = AdminJobs(clock)
         self._loading: Load | None = None
         self._targets = Targets(dialer, clock, grant_secret, shard)
-        self._waits = DeferredReplies(clock, f"shard {shard}", self._die)
+        self._waits = DeferredReplies(clock, f"shard {shard}", self._die, self._callers.operators)
         self._revocations = Revocations(
             clock, options, take_right, lambda: self._map.epoch if self._map is not None else 0
         )
         self._removals: dict[int, Removal] = {}
         self._purged_up_to: dict[int, int] = {}
+        self._attached_by: dict[int, dict[bytes, str]] = {}
+        """By volume and holder: the member that has added the attachment; "" is a node."""
         self._background: set[asyncio.Task] = set()
         self._counters: dict[str, float] = {"requests": 0, "changes": 0, "repeated": 0, "refused": 0}
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()

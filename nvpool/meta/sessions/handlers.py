@@ -7,20 +7,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from math import inf
 from typing import Any
 
-from nvpool.core.errors import InvalidRequest, NvpoolError, StaleSequence, WrongShard
+from nvpool.core.errors import (
+    CorruptRecord,
+    InvalidRequest,
+    NvpoolError,
+    Refused,
+    StaleSequence,
+    WrongShard,
+)
 from nvpool.core.ids import partition_of
 from nvpool.core.units import PARTITION_COUNT, SLOTS_PER_SESSION
-from nvpool.meta.sessions.table import Session, Slot, handles_of, inodes_of
+from nvpool.meta.sessions.table import (
+    LISTED_INODES_MAX,
+    Session,
+    Slot,
+    handles_of,
+    inodes_of,
+    shown_client,
+)
 from nvpool.meta.state.session_records import SECRET_BYTES, SessionRecord
 from nvpool.rpc.api import Call
+from nvpool.rpc.error_codec import TEXT_CHARACTERS_MAX
 from nvpool.rpc.peer_limits import identify
 from nvpool.rpc.peer_roles import Credentials
 from nvpool.rpc.v1 import meta_pb2 as pb
 
 OWNERS_MAX = 4096
+OPENS_STEP = 256
+"""Stated open inodes that are checked before other requests get their turn: two milliseconds."""
 _log = logging.getLogger(__name__)
 
 
@@ -37,6 +55,7 @@ class SessionHandlers:
 
     def _open_session(self, call: Call) -> None:
         request = pb.OpenSessionRequest.FromString(call.message)
+        _check_slots(request.slots)
         now_s = self._clock.boottime_s()
         peer, trusted = identify(call.peer, self._callers.operators)
         peer = "" if trusted else peer
@@ -45,9 +64,8 @@ class SessionHandlers:
         if request.session:
             session = self._sessions.take_up(request.session, request.secret, self._owner(call), now_s)
             if request.names_open:
-                self._sessions.name_open(
-                    session, inodes_of(request.opened), request.slots if request.names_slots else None
-                )
+                self._reply_in_steps(call, self._taken_up(call, request, peer))
+                return
         else:
             if self._kv.full:
                 self._later(call, self._kv.room)
@@ -59,7 +77,7 @@ class SessionHandlers:
             record = SessionRecord(
                 self._clock.secret(SECRET_BYTES),
                 self._clock.wall_ns(),
-                request.client,
+                shown_client(request.client),
                 request.watch,
                 request.identity,
                 self._owner(call),
@@ -69,6 +87,20 @@ class SessionHandlers:
             self._kv.apply(effects, reclaims=True)
             self._sessions.add(session)
             self._numbers.next_session += 1
+        call.reply(self._opened_reply(call, request, session, peer).SerializeToString())
+
+    def _taken_up(
+        self, call: Call, request: pb.OpenSessionRequest, peer: str
+    ) -> Iterator[pb.OpenSessionReply | None]:
+        """Resume a session with the open files that its client states."""
+        opened = yield from self._own_opens(call, request.session, inodes_of(request.opened))
+        session = self._sessions.of(request.session, self._owner(call))
+        self._sessions.name_open(session, opened, frozenset(request.slots) if request.names_slots else None)
+        yield self._opened_reply(call, request, session, peer)
+
+    def _opened_reply(
+        self, call: Call, request: pb.OpenSessionRequest, session: Session, peer: str
+    ) -> pb.OpenSessionReply:
         session.member = call.peer.member
         self._sessions.belongs(session, peer)
         if effects := self._sessions.identify(session, request.identity):
@@ -89,11 +121,13 @@ class SessionHandlers:
             reply.sequences.extend(
                 self._sessions.slot(session, index).sequence for index in range(SLOTS_PER_SESSION)
             )
-        call.reply(reply.SerializeToString())
+        return reply
 
     def _renew_session(self, call: Call) -> None:
         request = pb.RenewSessionRequest.FromString(call.message)
         session = self._sessions.of(request.session, self._owner(call))
+        opened = inodes_of(request.opened, LISTED_INODES_MAX)
+        released = inodes_of(request.released, LISTED_INODES_MAX)
         session.expires_s, session.member = (
             self._clock.boottime_s() + self._options.session_lease_s,
             call.peer.member,
@@ -101,26 +135,65 @@ class SessionHandlers:
         if not session.peer:
             peer, trusted = identify(call.peer, self._callers.operators)
             self._sessions.belongs(session, "" if trusted else peer)
-        self._check_ours(request.opened, request.released)
         if self._user(call) is not None:
             request.identity = 0
+        self._reply_in_steps(call, self._renewed(call, request, opened, released))
+
+    def _renewed(
+        self, call: Call, request: pb.RenewSessionRequest, opened: Sequence[int], released: Sequence[int]
+    ) -> Iterator[pb.RenewSessionReply | None]:
+        """Register the open files that the client states, and close the released ones."""
+        own = yield from self._own_opens(call, request.session, opened)
+        session = self._sessions.of(request.session, self._owner(call))
+        self._check_ours(opened, released)
         if effects := self._sessions.identify(session, request.identity):
             self._kv.apply(effects, reclaims=True)
-        self._sessions.name(session, inodes_of(request.opened), request.named)
-        self._sessions.release(session, inodes_of(request.released))
-        call.reply(
-            pb.RenewSessionReply(
-                lease_s=self._options.session_lease_s,
-                incarnation=self._incarnation,
-                map_epoch=self._map.epoch if self._map else 0,
-                held=self._sessions.held(session, self._collector.kept),
-            ).SerializeToString()
+        if own or not opened:
+            self._sessions.name(session, own, request.named)
+        self._sessions.release(session, released)
+        yield pb.RenewSessionReply(
+            lease_s=self._options.session_lease_s,
+            incarnation=self._incarnation,
+            map_epoch=self._map.epoch if self._map else 0,
+            held=self._sessions.held(session, self._collector.kept),
         )
 
-    def _check_ours(self, *packed: bytes) -> None:
+    def _own_opens(
+        self, call: Call, number: int, inodes: Sequence[int]
+    ) -> Generator[None, None, Sequence[int]]:
+        """Those of the inodes that the session may state as open.
+
+        An open inode keeps a deleted file, and keeps its volume from being sealed or removed. So a client
+        that is no node opens nothing in volumes that it may not see, and a user nothing that the user can not
+        reach (LocalUsers.openable). Yields wherever other requests should get their turn.
+        """
+        owner, user = self._owner(call), self._user(call)
+        session = self._sessions.of(number, owner)
+        if not owner or not inodes:
+            return inodes
+        if user is not None:
+            in_grace = (
+                number in self._sessions.restored and self._clock.boottime_s() < self._collector.grace_until_s
+            )
+            return (yield from self._users.openable(self._view, user, session, inodes, in_grace))
+        if not self._view.access.restricted:
+            return inodes
+        found = []
+        for at, inode in enumerate(inodes):
+            if at and not at % OPENS_STEP:
+                yield None
+            if inode not in session.opens:
+                try:
+                    self._view.inode(inode)  # checks the right to its volume
+                except (Refused, CorruptRecord):
+                    continue
+            found.append(inode)
+        return found
+
+    def _check_ours(self, *inodes: Iterable[int]) -> None:
         """WrongShard: one of the inodes belongs to another shard now; nothing of the request has been
         done."""
-        for partition in {partition_of(inode) for inodes in packed for inode in inodes_of(inodes)}:
+        for partition in {partition_of(inode) for some in inodes for inode in some}:
             if self._view.is_elsewhere(partition):
                 raise WrongShard(f"partition {partition} belongs to another shard")
             if partition < PARTITION_COUNT:
@@ -183,9 +256,10 @@ class SessionHandlers:
     def _release(self, call: Call) -> None:
         request = pb.ReleaseRequest.FromString(call.message)
         session = self._sessions.of(request.session, self._owner(call))
-        gone = handles_of(request.gone)
-        self._check_ours(request.inodes, b"".join(inode.to_bytes(8, "little") for inode in gone))
-        self._sessions.release(session, inodes_of(request.inodes))
+        _check_slots(request.slots)
+        inodes, gone = inodes_of(request.inodes, LISTED_INODES_MAX), handles_of(request.gone)
+        self._check_ours(inodes, gone)
+        self._sessions.release(session, inodes)
         self._sessions.give_up_all(session, gone)
         for index in request.slots:
             self._sessions.give_up(session, self._sessions.slot(session, index))
@@ -262,4 +336,17 @@ class SessionHandlers:
         self._sessions.give_up(session, slot)
         slot.sequence, slot.waits_for, slot.answer, slot.restored, slot.opened = sequence, 0, b"", False, 0
         slot.mark = mark
-        slot.error = error.with_traceback(None)
+        # A copy: the error itself leads, by its traceback, to the request's message. The text may quote the request.
+        slot.error = type(error)(
+            str(error)[:TEXT_CHARACTERS_MAX],
+            may_be_applied=error.may_be_applied,
+            retry_after_s=error.retry_after_s,
+        )
+
+
+def _check_slots(slots: Collection[int]) -> None:
+    """InvalidRequest: the request names more slots than a session has."""
+    if len(slots) > SLOTS_PER_SESSION:
+        raise InvalidRequest(
+            f"a session has {SLOTS_PER_SESSION} slots, and the request names {len(slots)}; name each once"
+        )

@@ -21,7 +21,7 @@ from nvpool.core.posix.byte_range_locks import LockRange
 from nvpool.kv.api import Effect, Kv
 from nvpool.meta.sessions.table import Sessions, inodes_of
 from nvpool.meta.state import records
-from nvpool.meta.state.lock_table import LockTable, Owner, Waiter
+from nvpool.meta.state.lock_table import WAITERS_PER_SESSION_MAX, LockTable, Owner, Waiter
 from nvpool.rpc.api import Call
 from nvpool.rpc.v1 import meta_pb2 as pb
 
@@ -29,6 +29,9 @@ _log = logging.getLogger(__name__)
 
 QUESTION_S = 20.0
 """Seconds after which a request for turns is answered even if no waiter has its turn."""
+TICKETS_MAX = 2 * WAITERS_PER_SESSION_MAX
+"""Tickets in each list of a request: all that a session can have, and as many that it has given up while the
+shard did not answer."""
 RELEASE_BATCH = 1000
 SCAN_BATCH = 1000
 HOLD_BEYOND_GRANTS_S = 2 * CLOCK_SKEW_S
@@ -154,13 +157,14 @@ class LockService:
         The answer is immediate if a ticket has its turn already, or names no place in a queue.
         """
         session, table = request.session, self._table
+        tickets, given_up = inodes_of(request.tickets, TICKETS_MAX), inodes_of(request.given_up, TICKETS_MAX)
         self._end_question(session)
-        for ticket in inodes_of(request.given_up):
+        for ticket in given_up:
             waiter = table.waiter(session, ticket)
             if waiter is not None:
                 table.give_up(waiter)
         waiters, ready = {}, []
-        for ticket in inodes_of(request.tickets):
+        for ticket in tickets:
             waiter = table.waiter(session, ticket)
             if waiter is None or waiter.has_turn:
                 ready.append(ticket)

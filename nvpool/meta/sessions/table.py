@@ -11,7 +11,7 @@ from __future__ import annotations
 import hmac
 import stat
 import struct
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import islice
 from math import inf
 
@@ -30,6 +30,11 @@ from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.v1 import meta_pb2
 from nvpool.rpc.v1 import wire_pb2 as wire
 
+CLIENT_CHARACTERS_MAX = 255
+"""Longest name of a client that a session keeps in memory; its record keeps as many bytes."""
+LISTED_INODES_MAX = 16_384
+"""Inodes that one renewal or release may name: what a client sends in one message (RENEW_INODES_MAX in
+client/rpc/deferred_close), about five milliseconds of the event loop."""
 OPEN_INODES_MAX = 1_000_000
 """Inodes that one session may have open: a bound for memory, far above the use of a node."""
 RESERVED_SHARE = 10
@@ -168,6 +173,8 @@ class Sessions:
         self.holders: dict[int, int] = {}
         """Number of sessions that have the inode open."""
         self._by_identity: dict[int, int] = {}
+        self.restored: frozenset[int] = frozenset()
+        """Sessions that were loaded at the start of this process: what they had open is not known here."""
         self.on_free: Callable[[int], None] = lambda inode: None
         """Called with an inode that no session has open any longer."""
 
@@ -187,6 +194,7 @@ class Sessions:
                 number = records.session_of_key(key)
                 self.add(Session(number, record, now_s + self.lease_s))
             first = pairs[-1][0] + b"\0"
+        self.restored = frozenset(self.by_number)
 
     def expire_removed_members(self, members: Container[str]) -> None:
         """Expire the sessions of clients and bridges that are no longer members of the pool.
@@ -339,7 +347,7 @@ class Sessions:
         return session
 
     def name_open(
-        self, session: Session, named: tuple[int, ...], pending: Container[int] | None = None
+        self, session: Session, named: Sequence[int], pending: Container[int] | None = None
     ) -> None:
         """Replace the open files of a session that another process of the client resumes.
 
@@ -384,8 +392,14 @@ class Sessions:
         """
         for inode in inodes:
             self.close(session, inode)
-        for slot in session.slots if inodes else ():
-            if slot is not None and slot.opened in inodes and not slot.awaited:
+        self._answered(session, inodes)
+
+    @staticmethod
+    def _answered(session: Session, inodes: Iterable[int]) -> None:
+        """Note that the client has received the answers to the changes that opened these inodes."""
+        closed = frozenset(inodes)
+        for slot in session.slots if closed else ():
+            if slot is not None and slot.opened in closed and not slot.awaited:
                 slot.opened = 0
 
     def held(self, session: Session, nameless: Iterable[int]) -> bytes:
@@ -408,9 +422,15 @@ class Sessions:
         open.
         """
         awaited = {slot.opened for slot in session.slots if slot is not None and slot.awaited} if gone else ()
-        for inode, count in gone.items():
-            if session.opens.get(inode) == count and inode not in awaited:
-                self.release(session, (inode,) * count)
+        closed = [
+            inode
+            for inode, count in gone.items()
+            if session.opens.get(inode) == count and inode not in awaited
+        ]
+        for inode in closed:  # all handles in one step: the client states their number, which may be any
+            del session.opens[inode]
+            self._let_go(inode)
+        self._answered(session, closed)
 
     def open(self, session: Session, inode: int) -> None:
         count = session.opens.get(inode, 0)
@@ -435,7 +455,7 @@ class Sessions:
                 self.open(session, attr.inode)
                 slot.opened = attr.inode
 
-    def name(self, session: Session, inodes: tuple[int, ...], named: bool) -> None:
+    def name(self, session: Session, inodes: Sequence[int], named: bool) -> None:
         """Add inodes that the client reports as open, once each.
 
         A handle that came with a migrated partition is not counted twice. `named`: these are the last of all
@@ -549,10 +569,24 @@ def _are_of_one(one: Session, other: Session) -> bool:
     return one.owner == other.owner or one.owner is None or other.owner is None
 
 
-def inodes_of(packed: bytes) -> tuple[int, ...]:
-    """Inodes of a packed list: u64 little-endian each, once for each handle."""
+def shown_client(name: str) -> str:
+    """The name of a client as its session keeps it: short, and without characters that are not printable."""
+    return "".join(
+        character if character.isprintable() else "?" for character in name[:CLIENT_CHARACTERS_MAX]
+    )
+
+
+def inodes_of(packed: bytes, most: int | None = None) -> tuple[int, ...]:
+    """Inodes of a packed list: u64 little-endian each, once for each handle.
+
+    InvalidRequest: the list is damaged, or has more than `most`.
+    """
     if len(packed) % 8:
         raise InvalidRequest("a list of inodes is 8 bytes for each")
+    if most is not None and len(packed) > 8 * most:
+        raise InvalidRequest(
+            f"a list in one request has {most} numbers at most, not {len(packed) // 8}; send the others in the next one"
+        )
     return struct.unpack(f"<{len(packed) // 8}Q", packed)
 
 

@@ -298,10 +298,10 @@ class View:
 
         InvalidRequest, NameTooLong: it can be no name.
         """
+        if len(name) > NAME_BYTES_MAX:  # first: the other text quotes the name
+            raise NameTooLong(f"a name has {NAME_BYTES_MAX} bytes at most, not {len(name)}")
         if not name or name in (b".", b"..") or b"/" in name or b"\0" in name:
             raise InvalidRequest(f"{name!r} can not be a name")
-        if len(name) > NAME_BYTES_MAX:
-            raise NameTooLong(f"a name has {NAME_BYTES_MAX} bytes at most, not {len(name)}")
         name_hash = self.name_hash(directory.number, name)
         partition = partition_of_name(directory.number, bool(directory.flags & records.WIDE), name_hash)
         if self.owners:

@@ -25,7 +25,17 @@ from nvpool.meta.state.volume_records import (
 )
 from nvpool.rpc.v1 import meta_pb2 as pb
 
-_FOR_READERS = (pb.VolumeRequest.ATTACH, pb.VolumeRequest.DETACH, pb.VolumeRequest.KEY)
+_FOR_READERS = (
+    pb.VolumeRequest.SHOW,
+    pb.VolumeRequest.ATTACH,
+    pb.VolumeRequest.DETACH,
+    pb.VolumeRequest.KEY,
+)
+
+
+def right_of(asker: str, record: VolumeRecord) -> bool | None:
+    """Whether the asker ("" is a node) may write in the volume; None: not even read."""
+    return dict(record.grants).get(asker) if asker and record.flags & LISTED else True
 
 
 def check_action(asker: str, record: VolumeRecord, request: pb.VolumeRequest) -> None:
@@ -43,7 +53,7 @@ def check_action(asker: str, record: VolumeRecord, request: pb.VolumeRequest) ->
         raise AccessDenied(
             f"{asker} is a client: rights to volumes are given and taken on a node of the pool"
         )
-    right = dict(record.grants).get(asker) if record.flags & LISTED else True
+    right = right_of(asker, record)
     if right is None or (not right and action not in _FOR_READERS):
         raise AccessDenied(
             f"{asker} has no right to do that with volume {record.name}; an operator gives one"
@@ -52,7 +62,7 @@ def check_action(asker: str, record: VolumeRecord, request: pb.VolumeRequest) ->
 
 def check_trash(asker: str, record: VolumeRecord, change: bool) -> None:
     """AccessDenied, ReadOnly: the asker may not look into the trash, or may not change it."""
-    right = dict(record.grants).get(asker) if asker and record.flags & LISTED else True
+    right = right_of(asker, record)
     if right is None or (change and not right):
         raise AccessDenied(f"{asker} has no right to do that with the trash of volume {record.name}")
     if change and record.flags & SEALED:

@@ -14,6 +14,7 @@ from functools import partial
 from math import ceil
 
 from nvpool.core.errors import (
+    AccessDenied,
     CorruptRecord,
     InUse,
     InvalidRequest,
@@ -27,7 +28,8 @@ from nvpool.core.units import MIB, PARTITION_COUNT
 from nvpool.core.volume_names import check_holder
 from nvpool.meta.operations import trash, volume_requests
 from nvpool.meta.state.record_locks import LockedRecord, when_free
-from nvpool.meta.state.volume_access import check_action, check_trash
+from nvpool.meta.state.transaction import Draft, View
+from nvpool.meta.state.volume_access import check_action, check_trash, right_of
 from nvpool.meta.state.volume_records import (
     ATTACHMENTS_MAX,
     LISTED,
@@ -46,12 +48,15 @@ from nvpool.meta.state.volume_records import (
 from nvpool.meta.volumes.removal import STEP, Removal, removed
 from nvpool.meta.volumes.revocation import ALL, lost_rights
 from nvpool.rpc.api import Call
+from nvpool.rpc.peer_roles import Credentials
 from nvpool.rpc.v1 import meta_pb2 as pb
 
 LIST_STEP = 128
 """Partitions or volumes that are scanned before other requests get their turn: a millisecond."""
 UNLIMITED_S = 10.0
 """Seconds after which a writer checks again whether a volume without a quota has one now."""
+READER_ATTACHMENTS_MAX = ATTACHMENTS_MAX // 4
+"""Attachments that one client which may only read in the volume adds to it, so that others have room."""
 AHEAD_BYTES, AHEAD_SHARE = 64 * MIB, 16
 """Quota reserved for a writer beyond its need: this many bytes, or this share of the free quota if less."""
 CLOSES_S, CLOSES_LOOK_S = 1.0, 0.05
@@ -95,6 +100,8 @@ class VolumeHandlers:
         ]:
             access.note(number, None)
             self._removals.pop(number, None)
+        for number in [number for number in self._attached_by if partition_of(number) in partitions]:
+            del self._attached_by[number]
 
     def _check_here(self, volume: int) -> None:
         """Check that the volume belongs to this shard and can be used now.
@@ -129,9 +136,10 @@ class VolumeHandlers:
 
     def _volumes(self, call: Call) -> None:
         self._sessions.of(pb.VolumesRequest.FromString(call.message).session, self._owner(call))
-        self._reply_in_steps(call, self._listed_volumes())
+        self._reply_in_steps(call, self._listed_volumes(self._owner(call)))
 
-    def _listed_volumes(self) -> Iterator[pb.VolumesReply | None]:
+    def _listed_volumes(self, asker: str) -> Iterator[pb.VolumesReply | None]:
+        """All volumes for a node (""); for a client those to which it has a right."""
         reply, view, steps = pb.VolumesReply(), self._view, 0
         for partition in range(PARTITION_COUNT):
             if view.is_elsewhere(partition):
@@ -141,11 +149,10 @@ class VolumeHandlers:
                 steps += 8
                 number = volume_of_key(key)
                 try:
-                    reply.volumes.append(
-                        volume_requests.state_of(
-                            view, number, decode_volume(raw), volume_requests.use_of(view, number)
-                        )
-                    )
+                    record = decode_volume(raw)
+                    if right_of(asker, record) is not None:
+                        use = volume_requests.use_of(view, number)
+                        reply.volumes.append(volume_requests.state_of(view, number, record, use, asker))
                 except CorruptRecord:
                     continue  # left to fsck
             steps += 1
@@ -162,13 +169,13 @@ class VolumeHandlers:
             self._users.check_volume(self._view, user, request)
         self._check_here(request.inode)
         record, use = volume_requests.read_volume(self._view, request.inode)
+        check_action(self._owner(call), record, request)
         if request.action == _Request.SHOW:
             self._reply_volume(call, request.inode)
             return
         if request.action == _Request.KEY:
-            self._reply_key(call, request, record)
+            self._reply_key(call, record)
             return
-        check_action(self._owner(call), record, request)
         if self._kv.full:
             self._later(call, self._kv.room)
             return
@@ -179,7 +186,7 @@ class VolumeHandlers:
             request.action in (_Request.SEAL, _Request.REMOVE)
             and self._clock.boottime_s() < call.since_s + CLOSES_S
             and (
-                self._opened_in(request.inode)
+                self._opened_in(request.inode, record)
                 or (request.action == _Request.SEAL and self._view.rooms.promised(request.inode))
             )
         ):
@@ -192,7 +199,7 @@ class VolumeHandlers:
             return
         if record.flags & REMOVING:
             raise NotFound(f"volume {record.name} is being removed")
-        self._carry_out(request, record, use)
+        self._carry_out(request, record, use, self._owner(call))
         reply = pb.VolumeReply()
         self._waits.add(
             call,
@@ -201,9 +208,8 @@ class VolumeHandlers:
             may_be_applied=True,
         )
 
-    def _reply_key(self, call: Call, request: _Request, record: VolumeRecord) -> None:
-        """Reply with the volume's key if the caller may read in the volume. AccessDenied; KeyMissing."""
-        check_action(self._owner(call), record, request)
+    def _reply_key(self, call: Call, record: VolumeRecord) -> None:
+        """Reply with the volume's key, after the check that the caller may read in the volume. KeyMissing."""
         reply = pb.VolumeReply()
         if record.wrapped_key:
             reply.key, reply.wrapped_key = self._view.pool_keys.unwrap(record.wrapped_key), record.wrapped_key
@@ -217,16 +223,17 @@ class VolumeHandlers:
 
     def _reply_volume(self, call: Call, number: int, reply: pb.VolumeReply | None = None) -> None:
         reply = reply or pb.VolumeReply()
-        reply.volume.CopyFrom(
-            volume_requests.state_of(self._view, number, *volume_requests.read_volume(self._view, number))
-        )
+        record, use = volume_requests.read_volume(self._view, number)
+        reply.volume.CopyFrom(volume_requests.state_of(self._view, number, record, use, self._owner(call)))
         call.reply(reply.SerializeToString())
 
-    def _carry_out(self, request: _Request, record: VolumeRecord, use: volume_requests.VolumeUse) -> None:
-        """Apply the command. Nothing waits in here."""
+    def _carry_out(
+        self, request: _Request, record: VolumeRecord, use: volume_requests.VolumeUse, asker: str
+    ) -> None:
+        """Apply the command of the asker. Nothing waits in here."""
         number, action, access = request.inode, request.action, self._view.access
         if action in (_Request.ATTACH, _Request.DETACH):
-            self._attach(request, record)
+            self._attach(request, record, asker)
             return
         if action == _Request.SET:
             new = volume_requests.limited(record, use, self._view.rooms.promised(number), request)
@@ -258,24 +265,58 @@ class VolumeHandlers:
         if (new.flags, new.grants) != (record.flags, record.grants):
             self._watches.end_all()  # a client that lost its right must not rely on cached state
 
-    def _attach(self, request: _Request, record: VolumeRecord) -> None:
-        key = volume_requests.attached_key(request.inode, check_holder(request.holder))
+    def _attach(self, request: _Request, record: VolumeRecord, asker: str) -> None:
+        """Add or remove an attachment.
+
+        A client that may only read in the volume removes no attachment that another member is known to have
+        added, and adds a share of all. The records do not name the member, so only this process knows it:
+        after a restart each client that may read removes the older attachments. AccessDenied, InUse.
+        """
+        holder = check_holder(request.holder)
+        key = volume_requests.attached_key(request.inode, holder)
         there = self._view.get(key) is not None
+        added = self._attached_by.get(request.inode, {})
+        only_reads = right_of(asker, record) is False
         if request.action == _Request.DETACH:
-            if there:
-                self._kv.apply([(key, None)], reclaims=True)
+            if not there:
+                return
+            owner = added.get(holder, asker)
+            if only_reads and owner != asker and not self._has_left(owner):
+                raise AccessDenied(
+                    f"{asker} may only read in volume {record.name}, and {owner or 'a node of the pool'} has "
+                    f"attached it to {request.holder}; detach it from there, or from a node of the pool"
+                )
+            self._kv.apply([(key, None)], reclaims=True)
+            added.pop(holder, None)
         elif not there:
+            if only_reads and sum(owner == asker for owner in added.values()) >= READER_ATTACHMENTS_MAX:
+                raise InUse(
+                    f"{asker}, which may only read in volume {record.name}, has attached it "
+                    f"{READER_ATTACHMENTS_MAX} times already, which is the most; detach it where it is not used"
+                )
             if len(volume_requests.attachments(self._view, request.inode)) >= ATTACHMENTS_MAX:
                 raise InUse(
                     f"volume {record.name} is attached {ATTACHMENTS_MAX} times already, which is the most"
                 )
             self._kv.apply([(key, encode_attached(self._clock.wall_ns()))])
+            self._attached_by.setdefault(request.inode, {})[holder] = asker
 
-    def _opened_in(self, number: int) -> dict[str, int]:
-        """Number of open inodes of the volume per client."""
+    def _has_left(self, member: str) -> bool:
+        """Whether the member was removed from the pool, as far as the pool map says."""
+        pool_map = self._map
+        return bool(member and pool_map is not None and pool_map.members and member not in pool_map.members)
+
+    def _opened_in(self, number: int, record: VolumeRecord) -> dict[str, int]:
+        """Number of open inodes of the volume per client and owner of its session.
+
+        Those of a client without a right to the volume do not count: the stores refuse it anyway.
+        """
         found: dict[str, int] = {}
         partition, view = partition_of(number), self._view
+        granted = dict(record.grants) if record.flags & LISTED else None
         for session in self._sessions.by_number.values():
+            if granted is not None and session.owner and session.owner not in granted:
+                continue
             count = 0
             for inode in session.opens:
                 if partition_of(inode) == partition:
@@ -284,12 +325,13 @@ class VolumeHandlers:
                     except NvpoolError:
                         continue
             if count:
-                found[session.client] = found.get(session.client, 0) + count
+                who = f"{session.client} of {session.owner}" if session.owner else session.client
+                found[who] = found.get(who, 0) + count
         return found
 
     def _check_no_writers(self, record: VolumeRecord, number: int) -> None:
         """InUse: files of the volume are open and may be written; a seal is final."""
-        opened = self._opened_in(number)
+        opened = self._opened_in(number, record)
         promised = self._view.rooms.promised(number)
         if opened or promised:
             who = ", ".join(f"{client} ({count})" for client, count in sorted(opened.items())[:5])
@@ -318,9 +360,11 @@ class VolumeHandlers:
         before = rooms.of(number, session)
         others = rooms.promised(number) - before
         free = max(0, record.bytes_max - use.bytes - others)
+        if user is not None and not self._may_reserve(user, session, number):
+            free = 0  # it keeps what it has
         if request.again and rooms.grace_left_s(number):
-            # the previous process or shard has reserved it, so it fits into the quota
-            reply.bytes = request.bytes
+            # the previous process or shard has reserved it, so it fits into the quota; a user is not believed
+            reply.bytes = request.bytes if user is None else min(request.bytes, free)
         elif request.bytes <= before:
             reply.bytes = request.bytes
         elif (grace_s := rooms.grace_left_s(number)) > 0:
@@ -331,6 +375,15 @@ class VolumeHandlers:
             reply.bytes = max(before, min(request.bytes, request.needed + ahead, free))
         rooms.promise(number, session, reply.bytes)
         call.reply(reply.SerializeToString())
+
+    def _may_reserve(self, user: Credentials, session: int, volume: int) -> bool:
+        """Whether a user's session may reserve quota of the volume: it must be able to write there.
+
+        A session from before a restart of the shard has one lease time to say what it has open.
+        """
+        return (
+            session in self._sessions.restored and self._clock.boottime_s() < self._collector.grace_until_s
+        ) or self._users.may_write_in(self._view, user, session, volume)
 
     # -- removal -------------------------------------------------------------------------------------------------------
 
@@ -348,7 +401,7 @@ class VolumeHandlers:
                     f"volume {record.name} is attached: {', '.join(holders[:5])}"
                     f"{' and others' if len(holders) > 5 else ''}"
                 )
-            if opened := self._opened_in(number):
+            if opened := self._opened_in(number, record):
                 who = ", ".join(f"{client} ({count})" for client, count in sorted(opened.items())[:5])
                 raise InUse(f"files of volume {record.name} are open: {who}")
 
@@ -360,6 +413,7 @@ class VolumeHandlers:
         except NotFound:
             self._view.access.note(number, None)
         self._view.rooms.by_volume.pop(number, None)
+        self._attached_by.pop(number, None)
         self._collector.add(number)
         await self._kv.sync()
         self._revocations.owe(number, {"": ALL})
@@ -383,57 +437,70 @@ class VolumeHandlers:
         number = request.inode
         self._check_here(number)
         record, _ = volume_requests.read_volume(self._view, number)
-        check_trash(self._owner(call), record, request.action != pb.TrashRequest.LIST)
+        asker = self._owner(call)
+        check_trash(asker, record, request.action != pb.TrashRequest.LIST)
         if request.action == pb.TrashRequest.LIST:
             call.reply(trash.listed(self._view, request, TRASH_LISTED).SerializeToString())
         elif request.action == pb.TrashRequest.RESTORE:
-            self._waits.add(call, lambda: self._restore(request, session), lambda: call.reply(b""))
+            self._waits.add(call, lambda: self._restore(request, session, asker), lambda: call.reply(b""))
         else:
             reply = pb.TrashReply()
             self._waits.add(
                 call,
-                lambda: self._purge_on_request(request, session, reply),
+                lambda: self._purge_on_request(request, session, reply, asker),
                 lambda: call.reply(reply.SerializeToString()),
             )
 
-    async def _restore(self, request: pb.TrashRequest, session: int) -> None:
-        await self._mend(lambda view, now_ns: trash.restored(view, request, now_ns), session)
+    async def _restore(self, request: pb.TrashRequest, session: int, asker: str) -> None:
+        def decide(view: View, now_ns: int) -> Draft:
+            _check_trash_still(view, request.inode, asker)
+            return trash.restored(view, request, now_ns)
+
+        await self._mend(decide, session)
         await self._kv.sync()
 
-    async def _purge_on_request(self, request: pb.TrashRequest, session: int, reply: pb.TrashReply) -> None:
+    async def _purge_on_request(
+        self, request: pb.TrashRequest, session: int, reply: pb.TrashReply, asker: str
+    ) -> None:
         """Purge one entry, or some of all entries; `next` in the reply says that there are more."""
         while True:
             try:
-                await self._purge_asked(request, session, reply)
+                await self._purge_asked(request, session, reply, asker)
                 break
             except LockedRecord as held:
                 await held.wait()
         await self._kv.sync()
 
-    async def _purge_asked(self, request: pb.TrashRequest, session: int, reply: pb.TrashReply) -> None:
+    async def _purge_asked(
+        self, request: pb.TrashRequest, session: int, reply: pb.TrashReply, asker: str
+    ) -> None:
         self._check_here(request.inode)
         if request.entry:
             if self._view.get(trash.trash_key(request.inode, request.entry)) is None:
                 raise NotFound(f"inode {request.entry} is not in the trash of the volume")
-            reply.purged = await self._purge(request.inode, [request.entry], session)
+            reply.purged = await self._purge(request.inode, [request.entry], session, asker)
         else:
             while reply.purged < PURGED_PER_REQUEST:
                 pairs = self._view.scan(*trash.trash_range(request.inode), STEP)
                 if not pairs:
                     break
                 reply.purged += await self._purge(
-                    request.inode, [trash.inode_of_trash_key(key) for key, _ in pairs], session
+                    request.inode, [trash.inode_of_trash_key(key) for key, _ in pairs], session, asker
                 )
             else:
                 reply.next = 1
 
-    async def _purge(self, volume: int, inodes: list[int], session: int) -> int:
+    async def _purge(self, volume: int, inodes: list[int], session: int, asker: str | None = None) -> int:
         """Remove these inodes from the trash after a recall of all leases on them. Return the count.
 
-        Held, WrongShard, Unavailable: this shard can not purge them now.
+        `asker`: caller whose right is checked after the recall; None: the shard itself. AccessDenied,
+        ReadOnly: it has lost the right, or the volume was sealed. Held, WrongShard, Unavailable: this shard
+        can not purge them now.
         """
         if not await self._may_change(volume, session, lambda: inodes):
             self._check_here(volume)
+        if asker is not None:
+            _check_trash_still(self._view, volume, asker)
         draft = trash.purged(self._view, volume, inodes, self._clock.wall_ns())
         effects = draft.finish()
         if effects:
@@ -514,3 +581,8 @@ class VolumeHandlers:
                 self._removals.pop(number, None)
                 self._view.access.note(number, None)
         return gone
+
+
+def _check_trash_still(view: View, volume: int, asker: str) -> None:
+    """As `check_trash`, for a change that has waited since the caller's right was checked."""
+    check_trash(asker, volume_requests.read_volume(view, volume)[0], True)

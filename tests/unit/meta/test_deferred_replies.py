@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from nvpool.core.clock import SYSTEM_CLOCK
-from nvpool.core.errors import DeadlineExceeded, WrongShard
+from nvpool.core.errors import Busy, DeadlineExceeded, WrongShard
+from nvpool.meta import deferred_replies
 from nvpool.meta.deferred_replies import DeferredReplies
 from nvpool.meta.state.record_locks import LockedRecord
-from nvpool.testing.fakes.meta_shard import DirectCall
+from nvpool.testing.fakes.meta_shard import PEER, DirectCall
 
 
 async def waited(then, deadline_s: float = 1e9) -> DirectCall:
@@ -53,3 +54,32 @@ def test_locked_record_is_waited_for_until_the_deadline():
         raise LockedRecord(SimpleNamespace(done=asyncio.get_running_loop().create_future()))
 
     assert isinstance(asyncio.run(waited(then, SYSTEM_CLOCK.boottime_s() + 0.05)).answer, DeadlineExceeded)
+
+
+def test_waiting_requests_of_one_client_are_bounded(monkeypatch):
+    monkeypatch.setattr(deferred_replies, "WAITING_PER_PEER_MAX", 3)
+
+    async def main():
+        waits, over = DeferredReplies(SYSTEM_CLOCK, "shard 1", lambda error: None), asyncio.Event()
+
+        def add(member: str, **more) -> None:
+            call = DirectCall(0, b"", peer=PEER._replace(member=member))
+            waits.add(call, over.wait, lambda: call.reply(b""), **more)
+
+        for _ in range(3):
+            add("client/a.1")
+        with pytest.raises(
+            Busy, match="3 requests of client/a.1 wait at shard 1 already, of 3 .* less in parallel"
+        ):
+            add("client/a.1")
+        add("client/a.1", may_be_applied=True)
+        add("client/b.1")
+        for _ in range(5):
+            add("node/alpha")
+        over.set()
+        await asyncio.gather(*waits.tasks)
+        await asyncio.sleep(0)
+        add("client/a.1")
+        await asyncio.gather(*waits.tasks)
+
+    asyncio.run(main())

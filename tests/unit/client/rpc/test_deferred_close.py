@@ -6,12 +6,23 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from nvpool.client.rpc.deferred_close import RENEW_INODES_MAX
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.vfs_types import Caller
+from nvpool.client.vfs.bulk_operations import NAMES_MAX
 from nvpool.core.errors import Disconnected, InvalidRequest
 from nvpool.core.ids import ROOT_INODE
+from nvpool.meta.operations.listing import LIST_LIMIT_MAX
 from nvpool.meta.server.service import MetaOptions
-from nvpool.meta.sessions.table import HELD_ALL_MAX, HELD_MAX, Session, Sessions, handles_of, inodes_of
+from nvpool.meta.sessions.table import (
+    HELD_ALL_MAX,
+    HELD_MAX,
+    LISTED_INODES_MAX,
+    Session,
+    Sessions,
+    handles_of,
+    inodes_of,
+)
 from nvpool.meta.state.session_records import SessionRecord
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.sdk.async_filesystem import AsyncFileSystem
@@ -166,6 +177,22 @@ def test_only_opens_with_the_same_count_are_given_up():
         with pytest.raises(InvalidRequest):
             handles_of(wrong)
     assert inodes_of(b"") == ()
+
+
+def test_handles_of_one_inode_are_given_up_in_one_step():
+    sessions = Sessions(None, 60.0)
+    session = Session(1, SessionRecord(b"s" * 16, 0, "client", False, 0), 60.0)
+    freed = []
+    sessions.on_free = freed.append
+    sessions.open(session, 5)
+    session.opens[5] = 10**12
+    sessions.give_up_all(session, {5: 10**12})
+    assert not session.opens and freed == [5]
+
+
+def test_service_accepts_the_largest_lists_of_a_client():
+    assert RENEW_INODES_MAX <= LISTED_INODES_MAX
+    assert NAMES_MAX <= LIST_LIMIT_MAX
 
 
 # -- quota reservations in a volume -------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from nvpool.core.errors import (
     NotFound,
     NotPermitted,
     NvpoolError,
+    RangeTooSmall,
     StaleGrant,
     StaleSession,
 )
@@ -438,6 +439,182 @@ async def test_volume_with_an_access_list_is_closed_to_users(place):
     ):
         asked = pb.VolumeRequest(session=place.us.session, inode=made.inode, action=action)
         await refused(AccessDenied, place.us.ask("VOLUME", asked))
+
+
+@scenario
+async def test_long_attribute_name_is_refused_by_its_length(place):
+    inode, name = (await place.root.file(ROOT, b"f")).inode, b"trusted." + b"\xff" * 100_000
+    asked = pb.SetXattrRequest(change=place.us.change(), inode=inode, name=name, value=b"x")
+    await refused(RangeTooSmall, place.us.ask("SETXATTR", asked))
+    asked = pb.GetXattrRequest(session=place.us.session, inode=inode, name=name)
+    await refused(RangeTooSmall, place.us.ask("GETXATTR", asked))
+
+
+def packed(*inodes):
+    return b"".join(inode.to_bytes(8, "little") for inode in inodes)
+
+
+async def deep_files(place, depth=30, count=20):
+    """Inodes of files in a directory far below the root."""
+    directory = ROOT
+    for _ in range(depth):
+        directory = (await place.root.mkdir(directory, b"d")).inode
+    return [(await place.root.file(directory, b"%d" % number)).inode for number in range(count)]
+
+
+def count_calls(view, name):
+    """Calls of a method of the view from now on."""
+    calls, before = [], getattr(view, name)
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return before(*arguments)
+
+    setattr(view, name, counted)
+    return calls
+
+
+@scenario
+async def test_directories_above_many_inodes_are_checked_once(place):
+    files, view = await deep_files(place), place.service._view
+    asked = pb.GetAttrManyRequest(session=place.us.session, inodes=packed(*files * 5))
+    walked, searched = count_calls(view, "directory"), count_calls(view, "scan")
+    message, _ = await place.us.send("GETATTR_MANY", asked).wait()
+    assert DirectoryPage(pb.GetAttrManyReply.FromString(message).packed).inodes == files
+    assert len(walked) < 2 * len(files) + 40 and len(searched) == 1
+
+
+@scenario
+async def test_names_of_one_directory_check_its_path_once(place):
+    await deep_files(place, depth=30, count=0)
+    directory = ROOT
+    for _ in range(30):
+        directory = (await place.us.lookup(directory, b"d")).attr.inode
+    names = [b"%d" % number for number in range(20)]
+    asked = pb.LookupManyRequest(
+        session=place.us.session, directories=[pb.NamesIn(parent=directory, names=names)]
+    )
+    walked = count_calls(place.service._view, "directory")
+    assert [one.error for one in (await place.us.ask("LOOKUP_MANY", asked)).found] == [
+        NotFound.wire_code
+    ] * 20
+    assert len(walked) < 2 * len(names) + 40
+
+
+@scenario
+async def test_many_inodes_are_checked_in_steps(place):
+    home, _, hidden = await private(place)
+    files = await deep_files(place, depth=3, count=5)
+    asked = pb.GetAttrManyRequest(
+        session=place.us.session, inodes=packed(hidden.inode, *files, 1 << 60, home.inode)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_user_permissions, "STEP_WORK", 1)
+        call = place.us.send("GETATTR_MANY", asked)
+        assert call.answer is None, "other requests get their turn"
+        message, _ = await call.wait()
+    assert DirectoryPage(pb.GetAttrManyReply.FromString(message).packed).inodes == [*files, home.inode]
+
+
+@scenario
+async def test_search_of_many_inodes_is_bounded(place):
+    files = await deep_files(place, depth=1, count=10)
+    asked = pb.GetAttrManyRequest(session=place.us.session, inodes=packed(*files))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_user_permissions, "SEARCHED_PER_REQUEST_MAX", 4)
+        message, _ = await place.us.send("GETATTR_MANY", asked).wait()
+    assert len(DirectoryPage(pb.GetAttrManyReply.FromString(message).packed).inodes) == 4
+    assert (await place.us.getattr(files[-1])).attr.inode == files[-1], "a request about one searches for it"
+
+
+def opens_of(place, client):
+    return set(place.service._sessions.get(client.session).opens)
+
+
+@scenario
+async def test_user_states_only_reachable_files_as_open(place):
+    _, below, hidden = await private(place)
+    near = await place.root.file(ROOT, b"near", mode=stat.S_IFREG | 0o600)
+    stated = packed(hidden.inode, near.inode, below.inode, 1 << 60)
+    session = {"session": place.us.session, "opened": stated}
+    await place.us.ask("RENEW_SESSION", pb.RenewSessionRequest(**session))
+    assert opens_of(place, place.us) == {near.inode}
+    resumed = pb.OpenSessionRequest(secret=place.us.secret, names_open=True, **session)
+    await place.us.ask("OPEN_SESSION", resumed)
+    assert opens_of(place, place.us) == {near.inode}
+    await place.root.ask(
+        "RENEW_SESSION", pb.RenewSessionRequest(session=place.root.session, opened=packed(hidden.inode))
+    )
+    assert opens_of(place, place.root) == {hidden.inode}, "a node is believed"
+
+
+@scenario
+async def test_owner_gets_no_right_by_stating_a_hidden_file(place):
+    _, _, hidden = await private(place)
+    await place.root.setattr(hidden.inode, valid.UID, uid=US)
+    await place.us.ask(
+        "RENEW_SESSION", pb.RenewSessionRequest(session=place.us.session, opened=packed(hidden.inode))
+    )
+    assert not opens_of(place, place.us)
+    await refused(AccessDenied, place.us.report(hidden.inode, 10))
+
+
+@scenario
+async def test_deleted_open_file_may_be_stated_after_a_restart(place):
+    inode = (await place.root.file(ROOT, b"f", mode=stat.S_IFREG | 0o644)).inode
+    await place.us.open(inode)
+    await place.root.unlink(ROOT, b"f")
+    old, late = place.us, place.another
+    await place.restart()
+    old.service = late.service = place.service
+    opened = packed(inode)
+    await place.us.ask("RENEW_SESSION", pb.RenewSessionRequest(session=place.us.session, opened=opened))
+    assert not opens_of(place, place.us), "this session began after the restart"
+    await old.ask("RENEW_SESSION", pb.RenewSessionRequest(session=old.session, opened=opened))
+    assert opens_of(place, old) == {inode}
+    place.clock.advance(OPTIONS.session_lease_s + 1)
+    await late.ask("RENEW_SESSION", pb.RenewSessionRequest(session=late.session, opened=opened))
+    assert not opens_of(place, late), "all sessions had the time to say what they have open"
+
+
+@scenario
+async def test_quota_is_reserved_only_by_users_who_write(place):
+    policy = pb.VolumePolicy(bytes_max=100_000)
+    made = (
+        await place.root.create(ROOT, b"v", stat.S_IFDIR | 0o777, exclusive=True, volume=policy)
+    ).entry.attr
+    await place.root.setattr(made.inode, valid.MODE, mode=0o777)
+
+    async def reserved(client):
+        asked = pb.VolumeRoomRequest(session=client.session, inode=made.inode, bytes=90_000, needed=90_000)
+        return (await client.ask("VOLUME_ROOM", asked)).bytes
+
+    assert await reserved(place.another) == 0
+    opened = (await place.us.create(made.inode, b"f", open=True, rights=3, exclusive=True)).entry
+    assert opened.grant and await reserved(place.us) == 90_000
+    old = place.us
+    await place.restart()
+    old.service = place.service
+    place.clock.advance(OPTIONS.session_lease_s + 1)
+    assert await reserved(old) == 0
+    stated = packed(opened.attr.inode)
+    await old.ask("RENEW_SESSION", pb.RenewSessionRequest(session=old.session, opened=stated))
+    assert await reserved(old) == 90_000
+
+
+@scenario
+async def test_key_is_only_for_users_who_may_enter_the_volume(place):
+    made = (
+        await place.root.create(ROOT, b"v", stat.S_IFDIR | 0o700, exclusive=True, volume=pb.VolumePolicy())
+    ).entry.attr
+    show, key = (
+        pb.VolumeRequest(session=place.us.session, inode=made.inode, action=action)
+        for action in (pb.VolumeRequest.SHOW, pb.VolumeRequest.KEY)
+    )
+    assert (await place.us.ask("VOLUME", show)).volume.name == "v"
+    await refused(AccessDenied, place.us.ask("VOLUME", key))
+    await place.root.setattr(made.inode, valid.MODE, mode=0o711)
+    assert not (await place.us.ask("VOLUME", key)).key
 
 
 def test_remembered_entries_are_bounded(monkeypatch):

@@ -79,6 +79,14 @@ async def test_sessions_of_a_peer_are_limited():
 
 
 @on_a_loop
+async def test_name_of_a_client_is_cut():
+    async with a_service() as service:
+        request = pb.OpenSessionRequest(client="a\n" + "x" * 100_000)
+        reply = await ShardClient(service, peer=ALICE).ask("OPEN_SESSION", request)
+        assert service._sessions.get(reply.session).client == "a?" + "x" * 253
+
+
+@on_a_loop
 async def test_a_tenth_of_the_sessions_is_reserved_for_trusted_peers():
     async with a_service() as service:
         await begin(service, *[user(1000 + n // 4) for n in range(18)])

@@ -19,6 +19,7 @@ from nvpool.testing.fakes.in_process_pool import InProcessPool
 from nvpool.testing.fakes.meta_shard import PEER, DirectCall
 
 GRANTED, UNGRANTED, NODE, NOBODY = "client/reader.0a1b2c3d", "client/other.0a1b2c3d", "node/1", ""
+WRITER = "client/writer.0a1b2c3d"
 LOCAL_USER = Credentials(4711, frozenset((4711,)), 1)
 WHOLE = (
     (wire.META_MOMENT, pb.MomentRequest(id=1, stage=pb.MomentRequest.QUIET)),
@@ -118,15 +119,15 @@ def test_client_without_a_right_does_not_see_the_volume():
                 for method, request in (
                     (wire.META_LIST, pb.ListDirRequest(session=session, inode=home, attrs=True)),
                     (wire.META_VOLUMES, pb.VolumesRequest(session=session)),
-                    (
-                        wire.META_VOLUME,
-                        pb.VolumeRequest(session=session, inode=made.inode, action=pb.VolumeRequest.SHOW),
-                    ),
                 ):
                     assert await asked(meta, member, method, request) == "done", (member, method)
             for member, expected in ((UNGRANTED, "denied"), (GRANTED, "done")):
                 session = sessions[member]
                 for method, request in (
+                    (
+                        wire.META_VOLUME,
+                        pb.VolumeRequest(session=session, inode=made.inode, action=pb.VolumeRequest.SHOW),
+                    ),
                     (wire.META_LOOKUP, pb.LookupRequest(session=session, parent=home, name=b"secret")),
                     (wire.META_GETATTR, pb.GetAttrRequest(session=session, inode=made.inode)),
                     (wire.META_LIST, pb.ListDirRequest(session=session, inode=made.inode, attrs=True)),
@@ -134,6 +135,47 @@ def test_client_without_a_right_does_not_see_the_volume():
                     assert await asked(meta, member, method, request) == expected, (member, method)
             await fs.volumes.revoke("secret", GRANTED)
             assert await asked(meta, GRANTED, wire.META_LOOKUP, look(GRANTED)) == "denied"
+
+    asyncio.run(main())
+
+
+def test_client_sees_only_its_own_volumes_and_rights():
+    async def main() -> None:
+        async with InProcessPool() as pool:
+            client = await pool.client(options=ClientOptions(deadline_s=10.0))
+            fs, meta = AsyncFileSystem(client, Caller(0, 0)), next(iter(pool.metas.values()))
+            await fs.volumes.create("free")
+            secret = (await fs.volumes.create("secret")).inode
+            await fs.volumes.grant("secret", GRANTED, "ro")
+            await fs.volumes.grant("secret", WRITER, "rw")
+            await fs.volumes.attach("secret", "n1/x")
+
+            async def answer(member: str, method: int, request) -> bytes:
+                call = DirectCall(method, request.SerializeToString())
+                call.peer = PEER._replace(member=member)
+                meta.handle(call)
+                return bytes((await call.wait())[0])
+
+            all_rights = {GRANTED: False, WRITER: True}
+            for member, rights in (
+                (UNGRANTED, None),
+                (GRANTED, {GRANTED: False}),
+                (WRITER, {WRITER: True}),
+                (NODE, all_rights),
+                (NOBODY, all_rights),
+            ):
+                session = await session_of(meta, member)
+                raw = await answer(member, wire.META_VOLUMES, pb.VolumesRequest(session=session))
+                found = {state.name: state for state in pb.VolumesReply.FromString(raw).volumes}
+                assert found.keys() == ({"free"} if rights is None else {"free", "secret"}), member
+                if rights is None:
+                    continue
+                request = pb.VolumeRequest(session=session, inode=secret, action=pb.VolumeRequest.SHOW)
+                raw = await answer(member, wire.META_VOLUME, request)
+                for state in (found["secret"], pb.VolumeReply.FromString(raw).volume):
+                    assert {grant.client: grant.write for grant in state.grants} == rights
+                    assert list(state.attachments) == ["n1/x"]
+            assert [volume.name for volume in await fs.volumes.list()] == ["free", "secret"]
 
     asyncio.run(main())
 

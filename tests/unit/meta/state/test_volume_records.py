@@ -33,6 +33,8 @@ from nvpool.meta.state.volume_records import (
     VolumeUse,
     volume_key,
 )
+from nvpool.meta.volumes import handlers
+from nvpool.meta.volumes.removal import STEP
 from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.v1 import meta_pb2 as pb
 from tests.unit.meta.fsck.test_meta_fsck import dump_all, load_all, on_a_shard, stored
@@ -417,6 +419,99 @@ async def test_listed_volume_admits_granted_clients_and_nodes(shard):
         await all_are(reads, None)
     with pytest.raises(InvalidRequest):
         await volume_request(client, root, "GRANT", grant=pb.VolumeGrant(client="somebody"))
+
+
+READER, WRITER = "client/a.11111111", "client/b.22222222"
+
+
+async def grant(client, root, member, write):
+    await volume_request(client, root, "GRANT", grant=pb.VolumeGrant(client=member, write=write))
+
+
+@on_a_shard
+async def test_reader_removes_only_its_own_attachments(shard):
+    client = shard.client
+    root, _, _ = await make(client)
+    await grant(client, root, READER, False)
+    await grant(client, root, WRITER, True)
+    await volume_request(client, root, "ATTACH", holder="n1/x")
+    with _ActingAs(client, WRITER):
+        await volume_request(client, root, "ATTACH", holder="n2/x")
+    with _ActingAs(client, READER):
+        for holder, owner in (("n1/x", "a node of the pool"), ("n2/x", WRITER)):
+            with pytest.raises(AccessDenied, match=f"may only read in volume v, and {owner} has attached it"):
+                await volume_request(client, root, "DETACH", holder=holder)
+        await volume_request(client, root, "ATTACH", holder="n3/x")
+        assert list((await volume_request(client, root, "DETACH", holder="n3/x")).attachments) == [
+            "n1/x",
+            "n2/x",
+        ]
+    with _ActingAs(client, WRITER):
+        assert list((await volume_request(client, root, "DETACH", holder="n1/x")).attachments) == ["n2/x"]
+
+
+@on_a_shard
+async def test_reader_adds_a_share_of_all_attachments(shard):
+    client = shard.client
+    root, _, _ = await make(client)
+    await grant(client, root, READER, False)
+    with _ActingAs(client, READER), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handlers, "READER_ATTACHMENTS_MAX", 2)
+        for number in range(2):
+            await volume_request(client, root, "ATTACH", holder=f"n1/{number}")
+        await volume_request(client, root, "ATTACH", holder="n1/0")  # it is there already
+        with pytest.raises(InUse, match="2 times already, which is the most"):
+            await volume_request(client, root, "ATTACH", holder="n1/2")
+    await volume_request(client, root, "ATTACH", holder="n2/0")
+
+
+@on_a_shard
+async def test_open_files_count_only_with_a_right(shard):
+    client = shard.client
+    root, directory, file = await make(client)
+    opened = file.to_bytes(8, "little")
+    await client.ask("RELEASE", pb.ReleaseRequest(session=client.session, inodes=opened))
+    await grant(client, root, WRITER, True)
+    other = await type(client)(shard.service, peer=Peer("test", "inproc", False, READER)).begin()
+    await other.ask("RENEW_SESSION", pb.RenewSessionRequest(session=other.session, opened=opened))
+    resumed = pb.OpenSessionRequest(
+        session=other.session, secret=other.secret, names_open=True, opened=opened
+    )
+    await other.ask("OPEN_SESSION", resumed)
+    assert not shard.service._sessions.get(other.session).opens
+    await grant(client, root, READER, False)
+    await other.open(file, rights=1)
+    for operation in ("SEAL", "REMOVE"):
+        with pytest.raises(InUse, match=rf"test of {READER} \(1\)"):
+            await volume_request(client, root, operation)
+    await volume_request(client, root, "REVOKE", grant=pb.VolumeGrant(client=READER))
+    assert (await volume_request(client, root, "SEAL")).sealed
+
+
+@on_a_shard
+async def test_purge_ends_when_the_right_is_taken(shard):
+    client, service = shard.client, shard.service
+    root, directory, _ = await make(client, trash_s=3600)
+    for number in range(STEP + 10):
+        await client.file(directory, b"%d" % number)
+        await client.unlink(directory, b"%d" % number)
+    await grant(client, root, WRITER, True)
+    node, before, steps = await type(client)(service).begin(), service._may_change, []
+
+    async def may_change(*arguments):
+        steps.append(arguments)
+        if len(steps) == 2:
+            await volume_request(node, root, "REVOKE", grant=pb.VolumeGrant(client=WRITER))
+        return await before(*arguments)
+
+    service._may_change = may_change
+    with _ActingAs(client, WRITER), pytest.raises(AccessDenied):
+        await trash(client, root, "PURGE")
+    entries = (await trash(node, root)).entries
+    assert len(entries) == 10
+    with pytest.raises(AccessDenied):
+        await service._restore(pb.TrashRequest(inode=root, entry=entries[0].inode), node.session, WRITER)
+    assert len((await trash(node, root)).entries) == 10
 
 
 @on_a_shard
