@@ -1,7 +1,8 @@
 """What encryption at rest costs: reads and writes of an encrypted volume beside those of a plain one.
 
     python bench/encryption.py                       five rounds, in a directory below /tmp that is removed
-    python bench/encryption.py --rounds 9 --seconds 3 --results bench/results/encryption.json
+    python bench/encryption.py --write               the same, and its table in bench/README.md is replaced
+    python bench/encryption.py --rounds 9 --seconds 3 --results FILE
 
 A pool of one node with two targets is started as processes and mounted twice: with short-circuit reads, and without, so that
 reads go through the stores. Loads, all in memory of the stores (the stores' files are not dropped), on a file of 64 MiB in
@@ -12,8 +13,8 @@ each volume:
     sequential read   1 MiB at a time with O_DIRECT
     sequential write  1 MiB at a time, then fsync
 
-Plain and encrypted go by turns. Prints medians, the quotient encrypted / plain, and the machine's load, as one JSON object.
-Ends and removes all it started.
+Plain and encrypted go by turns. Prints a table of medians and of the quotient encrypted / plain; --results writes the figures
+as JSON. Needs root, to mount. Ends and removes all it started.
 """
 
 from __future__ import annotations
@@ -33,10 +34,15 @@ from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from report import commit, machine, number, put_into_readme
+from workspace import minutes, not_final, say, warn_of_others
+
 from nvpool.core.units import KIB, MIB
 from nvpool.testing.env.nvpool_command import nvpool
 from nvpool.testing.env.pool import RealPool
 
+HERE = Path(__file__).resolve().parent
 VOLUMES = ("plain", "encrypted")
 FILE_BYTES = 64 * MIB
 BATCH = 256
@@ -117,23 +123,45 @@ def measure(pool: RealPool, top: Path, rounds: int, seconds: float, only: str) -
         taken: dict[str, list[float]] = {volume: [] for volume in VOLUMES}
         for volume in VOLUMES:
             work(volume)  # warm
-        for number in range(rounds):
-            for volume in VOLUMES if number % 2 else VOLUMES[::-1]:
+        for turn in range(rounds):
+            for volume in VOLUMES if turn % 2 else VOLUMES[::-1]:
                 taken[volume].append(work(volume))
         found[name] = {volume: round(median(times), 1) for volume, times in taken.items()}
         found[name]["quotient"] = round(median(b / a for a, b in zip(*taken.values(), strict=True)), 3)
-        print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
+        say(f"{name}: {found[name]}")
     return found
 
 
-def main() -> None:
+def markdown(results: dict) -> str:
+    lines = ["| work | plain | encrypted | encrypted ÷ plain |", "|---|---:|---:|---:|"]
+    lines += [
+        f"| {name} | {number(one['plain'])} | {number(one['encrypted'])} | {one['quotient']:.2f} |"
+        for name, one in results["works"].items()
+    ]
+    return (
+        f"{results['date']}, {results['machine']}; nvpool {results['commit']}; medians of {results['rounds']} rounds of "
+        f"{results['seconds']:g} s, {minutes(results['took_s'])}.{not_final(results['busy_before'])}\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--only", default="", help="only works with this in their name")
-    parser.add_argument("--results", type=Path)
+    parser.add_argument("--results", type=Path, help="write the figures to this file, as JSON")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="and to results/encryption.json, and the table into bench/README.md; of all works alone",
+    )
     arguments = parser.parse_args()
+    if arguments.write and arguments.only:
+        parser.error("--write wants all works, so it goes without --only")
+    busy_before, began_s = warn_of_others(), time.monotonic()
     top = Path(tempfile.mkdtemp(prefix="nvpool-bench-encryption-", dir=arguments.directory))
     mounted = []
     try:
@@ -150,22 +178,32 @@ def main() -> None:
                 nvpool("mount", pool.path, place, *options)
                 mounted.append(place)
             try:
-                found = {
-                    "processors": os.cpu_count(),
-                    "block": 4 * KIB,
-                    "load": round(os.getloadavg()[0], 1),
-                    "works": measure(pool, top, arguments.rounds, arguments.seconds, arguments.only),
-                }
+                works = measure(pool, top, arguments.rounds, arguments.seconds, arguments.only)
             finally:
                 for place in mounted:
                     subprocess.run(["umount", "-l", str(place)], check=False)
     finally:
         shutil.rmtree(top, ignore_errors=True)
-    text = json.dumps(found, indent=1)
-    print(text)
-    if arguments.results:
-        arguments.results.write_text(text + "\n")
+    results = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "commit": commit(),
+        "took_s": round(time.monotonic() - began_s),
+        "busy_before": busy_before,
+        "rounds": arguments.rounds,
+        "seconds": arguments.seconds,
+        "block": 4 * KIB,
+        "works": works,
+    }
+    table = markdown(results)
+    print(table)
+    for place in (arguments.results, HERE / "results" / "encryption.json" if arguments.write else None):
+        if place is not None:
+            place.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.write:
+        put_into_readme("encryption", table)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,271 +1,382 @@
-"""What a client that floods a pool costs another one: latency of small reads and looks with and without it.
+"""What a client that floods a pool costs another one: latency and rate of small requests with and without the flood.
 
-    python bench/flood.py                          three rounds of each kind, in a directory below /tmp that is removed
-    python bench/flood.py --kinds requests,slow --rounds 5 --seconds 10
+    sudo python bench/flood.py --write             all kinds, three rounds, some five minutes; its table in bench/README.md
+    sudo python bench/flood.py --kinds reads,creates --rounds 5 --seconds 10
 
-A pool of one node is started as processes. One client (root, or the user of this program, by unix socket) reads 4 KiB
-at random places of a file without short-circuit reads, and asks for missing names, one request at a time. Another
-process floods the store and the shard from an address without a certificate, or where those do not listen on TCP as
-the user `nobody`, by kind:
+A pool of one node, with one store and one shard, is started as processes, in a directory that is removed at the end. Two
+users without the rights of a node come to it by unix sockets: one floods (`flood_loads.py`), the other one reads 4 KiB at
+random places of a file without short-circuit reads and asks for missing names, one request at a time by the SDK. The flood
+has a session, open files and grants, and its requests are served: the kinds and what each sends are in `flood_loads.KINDS`.
+A kind whose requests are all refused proves nothing; then the program says so and ends with 1.
 
-    requests      8 connections with 256 small requests in flight each
-    connections   as many connections as it is given, and more all the time
-    slow          200 connections that send a byte a second
-    unread        50 connections that ask for a mebibyte each, again and again, and never read
-    busy          the floor: a process that only computes and knows no pool. What it costs, no daemon can prevent: the flooding
-                  client's own work on the same processors
+    busy, busy-two    the floors: one or two processes that compute and know no pool. A flood takes the processor of its own
+                      process, and one of a daemon that works for it; what these cost the other client on the same
+                      processors, no limit of a daemon can prevent. What a kind costs beyond its floor, a limit could.
 
-Rounds with and without a flood go by turns. Prints one JSON object with p50 and p99 in microseconds, their quotients, and the
-load of the machine; --results writes it to a file. Ends and removes all it started.
+All kinds, the floors and twice no flood at all go by turns in each round. Goals: p99 with a flood is at most twice that
+without, and the other client keeps nine tenths of its rate. Prints a table; --results writes the figures as JSON. Needs
+root, to act as the two users. Ends and removes all it started.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
-import pwd
 import random
-import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from flood_loads import KINDS, PARTS, Place, become
+from report import commit, judged, machine, put_into_readme, times
+from workspace import minutes, not_final, say, warn_of_others
+
 from nvpool.client.state.options import ClientOptions
-from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.units import KIB, MIB
-from nvpool.poolmap.model import decode_map
-from nvpool.rpc.api import Greeting
-from nvpool.rpc.handshake import encode_hello
-from nvpool.rpc.transports.frame import HELLO, REQUEST, pack_head
-from nvpool.rpc.v1.wire_pb2 import DATA_READ, META_STATFS
-from nvpool.sdk.async_filesystem import AsyncFileSystem
+from nvpool.sdk.async_filesystem import AsyncFile, AsyncFileSystem
 from nvpool.testing.env.pool import RealPool
 
-KINDS = ("requests", "connections", "slow", "unread", "busy")
-GREETING = pack_head(HELLO, 0, 0, 0, encode_hello(Greeting("flood")), 0)
+HERE = Path(__file__).resolve().parent
+CLIENT_UID = 65533
+FILE_BYTES = 64 * MIB
+NAMES, CLOSED = 10_000, 1024
+"""Files of /many, which everybody may list, and of /closed, which root alone may search."""
+WITHOUT = "without"
+P99_GOAL, RATE_GOAL = 2.0, 0.9
+SETTLES_S = 0.5
+KINDS_OF_REQUEST = ("read", "look")
+ENDS_S = 30.0
 
 
-# -- the flood: a process of its own
+# -- the pool, and what lies in it
 
 
-async def connected(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    where = parse_endpoint(endpoint)
-    reader, writer = await (
-        asyncio.open_unix_connection(where.path)
-        if where.path
-        else asyncio.open_connection(where.host, where.port)
+async def fill(pool: str) -> list[int]:
+    """Make what both clients use, as root. Return the inodes of the files in /closed."""
+    async with await AsyncFileSystem.connect(pool) as fs:
+        await fs.write_bytes("/file", random.Random(2).randbytes(FILE_BYTES))
+        for name, mode in (("/own", 0o777), ("/many", 0o755), ("/closed", 0o700)):
+            await fs.mkdir(name)
+            await fs.chmod(name, mode)
+        for directory, count in (("/many", NAMES), ("/closed", CLOSED)):
+            paths = [f"{directory}/name-{number:06d}" for number in range(count)]
+            for first in range(0, count, 64):
+                await asyncio.gather(*[fs.write_bytes(path, b"") for path in paths[first : first + 64]])
+        return [(await fs.stat(path)).st_ino for path in paths]
+
+
+def place_of(pool: RealPool, closed: list[int]) -> Place:
+    known = pool.pool_map
+
+    def socket_of(endpoints: tuple[str, ...]) -> str:
+        return next(one for one in endpoints if one.startswith("stream+unix://"))
+
+    return Place(
+        socket_of(known.targets[0].endpoints),
+        socket_of(known.shards[0].endpoints),
+        known.targets[0].id,
+        known.epoch,
+        FILE_BYTES,
+        closed,
     )
-    writer.write(GREETING)
-    await reader.readexactly(32)
-    return reader, writer
 
 
-async def requests(endpoint: str, method: int, in_flight: int = 256) -> None:
-    reader, writer = await connected(endpoint)
-    asked = b"".join(pack_head(REQUEST, method, number, 60_000, b"", 0) for number in range(1, in_flight + 1))
-    while True:
-        writer.write(asked)
-        await writer.drain()
-        taken = 0
-        while taken < 32 * in_flight:  # an answer is as long or longer
-            raw = await reader.read(1 << 20)
-            if not raw:
-                return
-            taken += len(raw)
+# -- the flood
 
 
-async def connections(endpoint: str, method: int) -> None:
-    held = []
-    while True:
-        try:
-            held.append(await connected(endpoint))
-        except (OSError, asyncio.IncompleteReadError):
-            await asyncio.sleep(0.01)
+@contextlib.contextmanager
+def flooded(kind: str, place: Place) -> Iterator[dict]:
+    """While the body runs, the flood does. On exit the dictionary has its replies and the processors that it used."""
+    found: dict = {"replies": {}, "processors": 0.0}
+    if kind == WITHOUT:
+        yield found
+        return
+    words = [sys.executable, str(HERE / "flood_loads.py"), kind, json.dumps(place._asdict())]
+    floods = [
+        subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(KINDS[kind].processes)
+    ]
+    try:
+        for flood in floods:
+            if flood.stdout.readline().strip() != "floods":
+                raise SystemExit(f"the flood {kind} has not begun; what its process printed says why")
+        yield found
+        for flood in floods:
+            flood.send_signal(signal.SIGTERM)
+        for flood in floods:
+            line = flood.stdout.readline()
+            if not line.startswith("{"):
+                raise SystemExit(f"the flood {kind} has ended early; what its process printed says why")
+            said = json.loads(line)
+            found["replies"] = said["replies"]
+            found["processors"] = round(found["processors"] + said["processors"], 2)
+    finally:
+        for flood in floods:
+            flood.kill()
+            flood.wait()
+            flood.stdout.close()
 
 
-async def slow(endpoint: str, method: int) -> None:
-    while True:
-        _, writer = await connected(endpoint)
-        for byte in pack_head(REQUEST, method, 1, 60_000, bytes(4000), 0):
-            writer.write(bytes([byte]))
-            await asyncio.sleep(1)
+# -- the other client: a process that measures for so many seconds whenever it reads their number
 
 
-async def unread(endpoint: str, method: int) -> None:
-    reader, writer = await connected(endpoint)
-    writer.transport.pause_reading()
-    for number in range(1, 1 << 30):
-        writer.write(pack_head(REQUEST, method, number, 60_000, bytes(100), 0))
-        await writer.drain()
+async def latencies(fs: AsyncFileSystem, file: AsyncFile, seconds: float) -> dict:
+    """Count, p50 and p99 in microseconds by kind of request; operations a second; errors."""
+    dice, errors = random.Random(), 0  # names of earlier rounds may be in the client's cache
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS_OF_REQUEST}
 
-
-async def busy(endpoint: str, method: int) -> None:
-    while True:
-        sum(range(10_000))
-        await asyncio.sleep(0)
-
-
-async def again(work, endpoint: str, method: int) -> None:
-    while True:
-        try:
-            await work(endpoint, method)
-        except (OSError, asyncio.IncompleteReadError, RuntimeError):
-            await asyncio.sleep(0.05)
-
-
-async def flood(kind: str, places: list[tuple[str, int]]) -> None:
-    work, count = WORKS[kind]
-    print("floods", flush=True)
-    await asyncio.gather(*[again(work, *place) for place in places for _ in range(count)])
-
-
-WORKS = {
-    "requests": (requests, 4),
-    "connections": (connections, 4),
-    "slow": (slow, 100),
-    "unread": (unread, 25),
-    "busy": (busy, 1),
-}
-"""With the number of tasks for each of the two daemons."""
-
-
-def start_flood(kind: str, places: list[tuple[str, int]]) -> subprocess.Popen:
-    child = subprocess.Popen(
-        [sys.executable, __file__, "--flood", json.dumps([kind, places])], stdout=subprocess.PIPE
-    )
-    child.stdout.readline()
-    return child
-
-
-def be_nobody() -> None:
-    if os.getuid() == 0:
-        user = pwd.getpwnam("nobody")
-        os.setgroups([])
-        os.setgid(user.pw_gid)
-        os.setuid(user.pw_uid)
-
-
-# -- the other client
-
-
-async def latencies(fs: AsyncFileSystem, seconds: float, file_bytes: int) -> dict[str, list[float]]:
-    dice, found = random.Random(1), {"read": [], "look": []}
-    end_s = time.perf_counter() + seconds
-    async with await fs.open("/file") as file:
-        while time.perf_counter() < end_s:
-            begun_s = time.perf_counter()
-            await file.read(dice.randrange(file_bytes // 4096) * 4096, 4096)
-            found["read"].append(time.perf_counter() - begun_s)
-            begun_s = time.perf_counter()
+    async def ask(kind: str) -> None:
+        if kind == "read":
+            await file.read(dice.randrange(FILE_BYTES // 4096) * 4096, 4096)
+        else:
             await fs.exists(f"/none-{dice.getrandbits(60)}")
-            found["look"].append(time.perf_counter() - begun_s)
-    return found
 
-
-def summary(times: list[float]) -> dict[str, float]:
-    parts = quantiles(times, n=100)
-    return {"count": len(times), "p50 us": round(parts[49] * 1e6), "p99 us": round(parts[98] * 1e6)}
-
-
-async def measure(
-    pool: str, places: list[tuple[str, int]], kinds: list[str], rounds: int, seconds: float
-) -> dict:
-    file_bytes = 64 * MIB
-    options = ClientOptions(short_circuit=False, read_ahead_bytes=0)
-    found: dict = {}
-    async with await AsyncFileSystem.connect(pool, options=options) as fs:
-        await fs.write_bytes("/file", random.Random(2).randbytes(file_bytes))
-        await latencies(fs, 1.0, file_bytes)  # warm
-        for kind in kinds:
-            sides: dict[str, list[dict]] = {"without": [], "with": []}
-            for _ in range(rounds):
-                for side in sides:
-                    child = await asyncio.to_thread(start_flood, kind, places) if side == "with" else None
-                    await asyncio.sleep(1.0)
-                    try:
-                        got = await latencies(fs, seconds, file_bytes)
-                    finally:
-                        if child is not None:
-                            child.kill()
-                            child.wait()
-                            child.stdout.close()
-                    sides[side].append(
-                        {what: summary(times) for what, times in got.items()}
-                        | {"load": round(os.getloadavg()[0], 1)}
-                    )
-            found[kind] = {
-                what: compared({side: [one[what] for one in taken] for side, taken in sides.items()})
-                for what in ("read", "look")
-            } | {"rounds": sides}
-    return found
-
-
-def compared(sides: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    found = {
-        f"{figure} {side}": median(one[figure] for one in taken)
-        for figure in ("p50 us", "p99 us")
-        for side, taken in sides.items()
+    begun_s = time.perf_counter()
+    while time.perf_counter() < begun_s + seconds or not found["look"]:
+        for kind in KINDS_OF_REQUEST:
+            asked_s = time.perf_counter()
+            try:
+                await ask(kind)
+            except OSError:
+                errors += 1
+            found[kind].append(time.perf_counter() - asked_s)
+    rate = sum(map(len, found.values())) / (time.perf_counter() - begun_s)
+    summaries = {
+        kind: {
+            "count": len(taken),
+            "p50_us": round(share_of(taken, 0.5) * 1e6, 1),
+            "p99_us": round(share_of(taken, 0.99) * 1e6, 1),
+        }
+        for kind, taken in found.items()
     }
-    return found | {"p99 quotient": round(found["p99 us with"] / found["p99 us without"], 2)}
+    return summaries | {"rate": round(rate, 1), "errors": errors}
 
 
-def places_of(pool: RealPool) -> list[tuple[str, int]]:
-    """Endpoints of the store and the shard that an unprivileged process reaches, with a method of each."""
-    known = decode_map((pool.path / "poolmap.json").read_bytes())
+def share_of(values: list[float], share: float) -> float:
+    """The smallest of the values that such a share of them does not exceed."""
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
+async def client(pool: str) -> None:
+    options = ClientOptions(short_circuit=False, read_ahead_bytes=0)
+    async with await AsyncFileSystem.connect(pool, options=options) as fs, await fs.open("/file") as file:
+        print("ready", flush=True)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            await latencies(fs, file, SETTLES_S)
+            print(json.dumps(await latencies(fs, file, float(line))), flush=True)
+
+
+@contextlib.contextmanager
+def other_client(pool: str) -> Iterator[subprocess.Popen]:
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).resolve()), "--client", pool],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        if process.stdout.readline().strip() != "ready":
+            raise SystemExit("the other client could not connect; what its process printed says why")
+        yield process
+        process.stdin.close()
+        process.wait(ENDS_S)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def measured(process: subprocess.Popen, seconds: float) -> dict:
+    process.stdin.write(f"{seconds}\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit("the other client has ended; what its process printed says why")
+    return json.loads(line)
+
+
+# -- rounds, and what came of them
+
+
+def measure(pool: RealPool, kinds: list[str], rounds: int, seconds: float) -> dict[str, list[dict]]:
+    """Each round of each kind, and of WITHOUT."""
+    place = place_of(pool, asyncio.run(fill(str(pool.path))))
+    found: dict[str, list[dict]] = {kind: [] for kind in (WITHOUT, *kinds)}
+    middle = (len(kinds) + 1) // 2
+    with other_client(str(pool.path)) as process:
+        measured(process, 1.0)  # warm
+        for number in range(rounds):
+            turn = kinds[number % len(kinds) :] + kinds[: number % len(kinds)]
+            for kind in (WITHOUT, *turn[:middle], WITHOUT, *turn[middle:]):
+                with flooded(kind, place) as flood:
+                    one = measured(process, seconds)
+                found[kind].append(one | flood | {"load": round(os.getloadavg()[0], 1)})
+                say(
+                    f"round {number + 1} of {rounds}, {kind}: p99 of a read {one['read']['p99_us']:,.0f} µs, of a look "
+                    f"{one['look']['p99_us']:,.0f} µs; {one['rate']:,.0f}/s; {flood['processors']} processors"
+                )
+    return found
+
+
+def compared(rounds: dict[str, list[dict]]) -> dict[str, dict]:
+    """Medians of the rounds of each kind, with their quotients to no flood and to the floors."""
+
+    def of(kind: str, request: str, figure: str) -> float:
+        return median(one[request][figure] for one in rounds[kind])
+
+    def rate(kind: str) -> float:
+        return median(one["rate"] for one in rounds[kind])
+
+    bases = [base for base in (WITHOUT, "busy", "busy-two") if rounds.get(base)]
+    found: dict[str, dict] = {}
+    for kind, ones in rounds.items():
+        row: dict = {"rate": rate(kind), "errors": sum(one["errors"] for one in ones)}
+        row["rate_share"] = {base: round(rate(kind) / rate(base), 3) for base in bases}
+        for request in KINDS_OF_REQUEST:
+            row[request] = {figure: of(kind, request, figure) for figure in ("p50_us", "p99_us")}
+            row[request]["p99_quotient"] = {
+                base: round(row[request]["p99_us"] / of(base, request, "p99_us"), 2) for base in bases
+            }
+        row["processors"] = median(one["processors"] for one in ones)
+        row["replies"] = merged([one["replies"] for one in ones])
+        found[kind] = row
+    return found
+
+
+def merged(all_replies: list[dict]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for replies in all_replies:
+        for method, results in replies.items():
+            of_method = found.setdefault(method, {})
+            for result, count in results.items():
+                of_method[result] = of_method.get(result, 0) + count
+    return found
+
+
+def unserved(kinds: dict[str, dict]) -> list[str]:
+    """Kinds of which a method was never served, or a part of it not, although its requests are valid."""
     return [
-        (next((one for one in endpoints if one.startswith("stream://")), endpoints[0]), method)
-        for endpoints, method in (
-            (known.targets[0].endpoints, DATA_READ),
-            (known.shards[0].endpoints, META_STATFS),
-        )
+        f"{kind}: {method} were not served ({', '.join(sorted(results))})"
+        for kind, row in kinds.items()
+        if kind != WITHOUT and KINDS[kind].is_served
+        for method, results in row["replies"].items()
+        if method != "connections" and (not results.get("served") or (method == PARTS and len(results) > 1))
     ]
 
 
-def main() -> None:
+def markdown(results: dict) -> str:
+    head = (
+        "| flood | served a second (refused) | its processors | p99 of a read, µs | × without (× busy) | "
+        "p99 of a look, µs | × without (× busy) | rate, share of without (of busy) |\n"
+        "|---|---:|---:|---:|---:|---:|---:|---:|"
+    )
+    lines, kinds = [head], results["kinds"]
+    for kind, row in kinds.items():
+        if kind == WITHOUT:
+            p99 = [f"{row[request]['p99_us']:,.0f} | " for request in KINDS_OF_REQUEST]
+            lines.append(f"| none | | | {' | '.join(p99)} | {row['rate']:,.0f}/s |")
+            continue
+        cells = [f"{kind}: {KINDS[kind].what}", answered(row["replies"], results), f"{row['processors']:.1f}"]
+        for request in KINDS_OF_REQUEST:
+            cells += [
+                f"{row[request]['p99_us']:,.0f}",
+                beside_floor(row[request]["p99_quotient"], P99_GOAL, at_most=True),
+            ]
+        cells.append(beside_floor(row["rate_share"], RATE_GOAL))
+        lines.append(f"| {' | '.join(cells)} |")
+    errors = sum(row["errors"] for row in kinds.values())
+    return (
+        f"{results['date']}, {results['machine']}; nvpool {results['commit']}; medians of {results['rounds']} rounds of "
+        f"{results['seconds']:g} s, {minutes(results['took_s'])}. Errors of the other client: {errors}."
+        f"{not_final(results['busy_before'])}\n\n" + "\n".join(lines) + "\n"
+    )
+
+
+def beside_floor(quotients: dict[str, float], goal: float, at_most: bool = False) -> str:
+    """The quotient to no flood with its goal, and in brackets that to the floor `busy`."""
+    floor = f" ({times(quotients['busy'])})" if "busy" in quotients else ""
+    return judged(quotients[WITHOUT], goal, at_most) + floor
+
+
+def answered(replies: dict[str, dict[str, int]], results: dict) -> str:
+    """Requests a second that the flood was served, and in brackets those that were refused."""
+    if not replies:
+        return ""
+    counts = [results for method, results in replies.items() if method != PARTS]
+    served = sum(results.get("served", 0) for results in counts)
+    refused = sum(sum(results.values()) for results in counts) - served
+    whole_s = results["rounds"] * (results["seconds"] + SETTLES_S)
+    return f"{served / whole_s:,.0f} ({refused / whole_s:,.0f})"
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--results", type=Path)
-    parser.add_argument("--flood", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each kind in each round")
+    parser.add_argument("--results", type=Path, help="write the figures to this file, as JSON")
+    parser.add_argument(
+        "--write", action="store_true", help="and to results/flood.json, and the table into bench/README.md"
+    )
+    parser.add_argument("--client", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.flood:
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        be_nobody()
-        asyncio.run(flood(*json.loads(arguments.flood)))
-        return
+    if arguments.client:
+        import nvpool.client.pool_client
+        import nvpool.rpc.transports.stream  # noqa: F401 later imports may lie where the user may not read
+
+        become(CLIENT_UID)
+        asyncio.run(client(arguments.client))
+        return 0
     kinds = arguments.kinds.split(",")
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"there is no kind {', '.join(sorted(unknown))}; write some of {', '.join(KINDS)}")
-    place = Path(tempfile.mkdtemp(prefix="nvpool-bench-flood-", dir=arguments.directory))
-    place.chmod(0o755)
+    if os.geteuid():
+        raise SystemExit("this needs root: both clients act as users without the rights of a node")
+    busy_before, began_s = warn_of_others(), time.monotonic()
+    top = Path(tempfile.mkdtemp(prefix="nvpool-bench-flood-", dir=arguments.directory))
+    top.chmod(0o755)
     try:
-        with RealPool(place / "pool", sizes=(512 * MIB,)) as pool:
+        with RealPool(top / "pool", sizes=(512 * MIB,), shards=1) as pool:
             pool.make()
             pool.start()
-            found = {
-                "processors": os.cpu_count(),
-                "block": 4 * KIB,
-                **asyncio.run(
-                    measure(str(place / "pool"), places_of(pool), kinds, arguments.rounds, arguments.seconds)
-                ),
-            }
+            rounds = measure(pool, kinds, arguments.rounds, arguments.seconds)
     finally:
-        shutil.rmtree(place, ignore_errors=True)
-    text = json.dumps(found, indent=1)
-    print(text)
-    if arguments.results:
-        arguments.results.write_text(text + "\n")
+        shutil.rmtree(top, ignore_errors=True)
+    results = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "commit": commit(),
+        "took_s": round(time.monotonic() - began_s),
+        "busy_before": busy_before,
+        "rounds": arguments.rounds,
+        "seconds": arguments.seconds,
+        "block": 4 * KIB,
+        "kinds": compared(rounds),
+        "each": rounds,
+    }
+    table = markdown(results)
+    print(table)
+    for place in (arguments.results, HERE / "results" / "flood.json" if arguments.write else None):
+        if place is not None:
+            place.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.write:
+        put_into_readme("flood", table)
+    if found := unserved(results["kinds"]):
+        say("\n".join(["these floods prove nothing:", *found]))
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

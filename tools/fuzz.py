@@ -2,8 +2,10 @@
 
 Each service (metadata shard, standby, chunk store, supervisor) is asked in memory by each kind of caller, over the frames of
 the stream transport and without: messages from their descriptors with numbers at their bounds, valid ones that were changed,
-and bytes that are no messages. Failures are: a reply or a log that names a bug, a request without a reply, a process that grows
-or hangs, and any change without the right to it. Then the case is printed with its seed, and the exit code is 1.
+bytes that are no messages, and now and then a list or bytes that fill a message of 4 MiB. Failures are: a reply or a log that
+names a bug, a request without a reply, one that keeps the loop for more than a second of processor time, a session that retains
+more than its slots need, a process that grows or hangs, and any change without the right to it. Then the case is printed with
+its seed, and the exit code is 1. The last line names the request that kept the loop for longest.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import time
 
 CASES = 2000
 """Of one place: nvpool/testing/fuzz/runner."""
-DONE = re.compile(r"done (\d+) (\d+)")
+LARGE = 1 / 5000
+"""Share of large messages: LARGE_SHARE in nvpool/testing/fuzz/harness."""
+DONE = re.compile(r"done (\d+) (\d+) (\d+) (\S+)")
 
 
 class Worker:
@@ -39,8 +43,11 @@ class Worker:
             options.only,
             "--kind",
             options.kind,
+            "--large",
+            str(options.large),
         ]
         self.done = self.bytes = 0
+        self.longest = 0, "nothing"
         self.said: list[str] = []
         self.process = subprocess.Popen(
             [
@@ -61,6 +68,7 @@ class Worker:
         for line in self.process.stdout:
             if (found := DONE.fullmatch(line.strip())) is not None:
                 self.done, self.bytes = int(found[1]), int(found[2])
+                self.longest = int(found[3]), found[4]
             else:
                 self.said.append(line)
                 del self.said[2000:]
@@ -91,6 +99,12 @@ def main() -> int:
     )
     parser.add_argument(
         "--kind", default="", help="only this service, kind of caller, or both: shard, user, store-client, …"
+    )
+    parser.add_argument(
+        "--large",
+        type=float,
+        default=LARGE,
+        help="share of messages with a field of up to 4 MiB [1 of 5,000]",
     )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument(
@@ -130,9 +144,11 @@ def main() -> int:
     if options.stats:
         for worker in workers:
             print("".join(worker.said))
+    longest_us, where = max(worker.longest for worker in workers)
     print(
         f"{done:,} cases from seed {options.seed}, {'nothing wrong' if not status else 'ended early'}, {took_s:.0f} s, "
-        f"{done / max(took_s, 0.001):,.0f} a second"
+        f"{done / max(took_s, 0.001):,.0f} a second; longest the loop was kept: {longest_us / 1000:,.0f} ms of processor "
+        f"time, {where.replace('-', ' ')}"
     )
     return status
 

@@ -4,8 +4,10 @@ faults.
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,24 +18,42 @@ from nvpool.meta.server import local_user_permissions
 from nvpool.meta.server.service import MetaService
 from nvpool.meta.sessions.table import Sessions
 from nvpool.meta.state.volume_access import VolumeAccess
+from nvpool.rpc.api import MESSAGE_BYTES_MAX
 from nvpool.rpc.peer_roles import BELIEVED_GROUPS, Credentials
 from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.testing.fuzz.messages import REQUESTS, Generator, KnownValues
 from nvpool.testing.fuzz.runner import PLACES, fuzz
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES, CASES_WIDE = 500, 1500
-PLACES_AND_KINDS = list(dict.fromkeys(f"{place.name}-{kind}" for place, kind in PLACES))
+CASES, CASES_WIDE, LARGE_CASES = 500, 1500, 60
+KINDS = list(dict.fromkeys(f"{place.name}-{kind}" for place, kind in PLACES))
 
 
-@pytest.mark.parametrize("kind", PLACES_AND_KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_invalid_requests_do_no_harm(kind, capsys):
     assert fuzz(kind, CASES) == 0, capsys.readouterr().out
 
 
 @pytest.mark.few(0)
-@pytest.mark.parametrize("kind", PLACES_AND_KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_more_invalid_requests_do_no_harm(kind, capsys):
     assert fuzz(kind, CASES_WIDE) == 0, capsys.readouterr().out
+
+
+@pytest.mark.few(0)
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_requests_do_no_harm(kind, capsys):
+    assert fuzz(kind, LARGE_CASES, large=0.25) == 0, capsys.readouterr().out
+
+
+def test_large_messages_are_valid_and_within_the_limit():
+    generator, sizes = Generator(random.Random(1), KnownValues()), []
+    for request in REQUESTS.values():
+        raw = generator.enlarged(request.DESCRIPTOR, request().SerializeToString())
+        request.FromString(raw)
+        sizes.append(len(raw))
+    assert max(sizes) <= MESSAGE_BYTES_MAX
+    assert sum(size > 900_000 for size in sizes) > len(sizes) // 3
 
 
 def report_of(capsys, kind, only="", cases=10_000):
@@ -78,6 +98,27 @@ def test_fuzzer_finds_an_unexpected_exception(capsys, monkeypatch):
 def test_fuzzer_finds_a_request_without_a_reply(capsys, monkeypatch):
     monkeypatch.setattr(MetaService, "_statfs", lambda self, call: None)
     assert "not answered within" in report_of(capsys, "shard-client", "META_STATFS")
+
+
+def test_fuzzer_finds_a_request_that_keeps_the_loop(capsys, monkeypatch):
+    def compute(self, call):
+        until_s = time.thread_time() + 1.1
+        while time.thread_time() < until_s:
+            pass
+        call.reply()
+
+    monkeypatch.setattr(MetaService, "_statfs", compute)
+    assert "in META_STATFS" in report_of(capsys, "shard-client", "META_STATFS")
+
+
+def test_fuzzer_finds_a_session_that_retains_a_message(capsys, monkeypatch):
+    def retain(self, call):
+        for session in self._sessions.by_number.values():
+            session.client = "x" * (2 << 20)
+        call.reply()
+
+    monkeypatch.setattr(MetaService, "_statfs", retain)
+    assert "retains" in report_of(capsys, "shard-client", "META_STATFS")
 
 
 def test_fuzzer_finds_a_damaged_tree(capsys, monkeypatch):

@@ -26,6 +26,8 @@ from nvpool.rpc.transports.stream import StreamListener, StreamServed
 
 RECENT = 40
 """Number of last cases that are printed with a failure: an earlier one may be the cause."""
+TEXT_MAX = 20_000
+"""Characters of a log record that are kept: a large message may be in it."""
 
 
 class FuzzFailure(AssertionError):
@@ -42,7 +44,7 @@ class Witness(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if len(self.said) < 20:
-            self.said.append(self.format(record))
+            self.said.append(self.format(record)[:TEXT_MAX])
 
     def unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self.said.append(f"on the loop: {context.get('message')}: {context.get('exception')!r}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ from nvpool.testing.fuzz.connections import FuzzFailure, Wire, Witness, wrong_fr
 from nvpool.testing.fuzz.messages import REQUESTS, Generator, KnownValues
 
 CORPUS_MAX = 300
+LARGE_SHARE = 1 / 5000
+"""Share of messages with a field of up to the message limit. One takes as long as some hundred others."""
+HANDLE_S = 1.0
+"""Most processor time for which one request, or one iteration of the loop, may keep all others waiting.
+
+Processor time of the thread, so that other work on the machine makes no difference."""
 KEEPING = 50
 """Most requests without a reply; with more of them all must be answered before the next one."""
 
@@ -50,6 +57,15 @@ class FuzzTarget:
         self._clock: Clock = SYSTEM_CLOCK
         self._path: Path | None = None
         """Directory of its files."""
+        self.large_share = LARGE_SHARE
+        self._sizes = random.Random(f"{seed}/sizes")
+        """Decides which messages are large. Separate, so that the others are the same whatever the share."""
+        self.longest: tuple[float, str] = (0.0, "nothing")
+        """Most processor time for which the loop was kept, and the request that did it."""
+        self._handled_s = 0.0
+        """Processor time of all requests so far, as far as they were answered immediately."""
+        self._too_long = ""
+        self._last_method = 0
 
     @staticmethod
     def loop() -> asyncio.AbstractEventLoop:
@@ -74,12 +90,14 @@ class FuzzTarget:
     def check(self) -> None:
         """Check what can be checked between requests. Trouble."""
         self._witness.check()
+        if self._too_long:
+            raise FuzzFailure(self._too_long)
 
     # -- one case ----------------------------------------------------------------------------------------------------------
 
     def connect(self, handle: Callable[[Call], None], peer: Peer, fast_path: Any = None) -> None:
-        self._handle, self._peer = handle, peer
-        self._wire = Wire(handle, peer, self._clock)
+        self._handle, self._peer = self._timed(handle), peer
+        self._wire = Wire(self._handle, peer, self._clock)
         self._wire.fast_path(fast_path)
         self._wire.on_answer = self._note
 
@@ -88,7 +106,9 @@ class FuzzTarget:
         chance, asking = self._chance, self._wire
         method, message, payload = self.request(only)
         drawn = chance.random()
-        if drawn < 0.18:
+        if self._sizes.random() < self.large_share and method in REQUESTS:
+            message = self._generator.enlarged(REQUESTS[method].DESCRIPTOR, message)
+        elif drawn < 0.18:
             message = self._generator.mutated(message, chance.choice(self._corpus)[1])
         elif drawn < 0.2:
             message = self._generator.bytes()
@@ -96,6 +116,7 @@ class FuzzTarget:
             self._corpus.append((method, message))
         if not self.may(method, message):
             return method, b""
+        self._last_method = method
         if drawn > 0.985:
             asking.give(wrong_frame(chance, message))
             if not asking.is_closed and chance.random() < 0.5:
@@ -115,6 +136,8 @@ class FuzzTarget:
         if len(asking.open_ones) > KEEPING:
             await self.answer_all()
         await self.pause()
+        if self._too_long:
+            raise FuzzFailure(self._too_long)
         return method, message
 
     def may(self, method: int, message: bytes) -> bool:
@@ -122,7 +145,38 @@ class FuzzTarget:
         return True
 
     async def pause(self) -> None:
+        await self.iteration()
+
+    async def iteration(self) -> None:
+        """Let the loop run one iteration: what earlier requests have left to do."""
+        began_s, handled_s = time.thread_time(), self._handled_s
         await asyncio.sleep(0)
+        spent_s = time.thread_time() - began_s - (self._handled_s - handled_s)
+        self._took(spent_s, "in-the-iteration-after", self._last_method)
+
+    def _timed(self, handle: Callable[[Call], None]) -> Callable[[Call], None]:
+        def timed(call: Call) -> None:
+            began_s = time.thread_time()
+            try:
+                handle(call)
+            finally:
+                spent_s = time.thread_time() - began_s
+                self._handled_s += spent_s
+                self._took(spent_s, "in", call.method, len(call.message))
+
+        return timed
+
+    def _took(self, spent_s: float, where: str, method: int, message_bytes: int = 0) -> None:
+        """Note for how long the loop was kept."""
+        if spent_s <= self.longest[0]:
+            return
+        self.longest = spent_s, f"{where}-{method_name(method)}"
+        if spent_s > HANDLE_S:
+            size = f" with a message of {message_bytes:,} bytes" if message_bytes else ""
+            self._too_long = (
+                f"the loop was kept for {spent_s:.1f} s of processor time {where.replace('-', ' ')} "
+                f"{method_name(method)}{size}; {HANDLE_S:g} s at most is allowed"
+            )
 
     def _direct(self, method: int, message: bytes, payload: bytes) -> None:
         """Send the request without a transport, as it comes from grpc, inproc and rdma."""
@@ -141,7 +195,7 @@ class FuzzTarget:
             left_s -= await self.wait_a_little(self.waits_s - left_s)
         if self._wire.open_ones:
             asked = ", ".join(
-                f"{method_name(method)} {note.hex()}" for method, note in self._wire.open_ones.values()
+                f"{method_name(method)} {note[:400].hex()}" for method, note in self._wire.open_ones.values()
             )
             raise FuzzFailure(f"not answered within {self.waits_s:.0f} s: {asked}")
 

@@ -1,4 +1,5 @@
-"""Random messages of every kind from their descriptors: random fields, boundary numbers, mutated bytes.
+"""Random messages of every kind from their descriptors: random fields, boundary numbers, mutated bytes, and lists
+and byte fields that fill a message up to its limit.
 
 All is drawn from one seeded generator, so the seed reproduces a case. `KnownValues` names the values of a
 service with which requests go deep (inodes, names, sessions, grants); without them the service would refuse
@@ -13,7 +14,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message_factory import GetMessageClass
 
+from nvpool.rpc.api import MESSAGE_BYTES_MAX
 from nvpool.rpc.v1 import data_pb2, meta_pb2, moving_pb2, pool_pb2, wire_pb2
 
 if TYPE_CHECKING:
@@ -139,6 +142,20 @@ _SIGNED = {
 }
 _DEEP = 3
 """Depth of nested messages that are filled."""
+LARGE_BYTES = (1 << 20, MESSAGE_BYTES_MAX)
+"""Sizes of messages with one large field."""
+_LARGE_DEEP = 2
+"""Depth of nested messages in which a field is made large."""
+_HEAD_BYTES = 8
+"""Most bytes of the tag and length before a large field."""
+_WORD_BITS = (1 << 64) - 1
+_LAYOUTS = {
+    FieldDescriptor.TYPE_FIXED64: "<Q",
+    FieldDescriptor.TYPE_SFIXED64: "<Q",
+    FieldDescriptor.TYPE_FIXED32: "<I",
+    FieldDescriptor.TYPE_SFIXED32: "<I",
+}
+_FLOAT_BYTES = {FieldDescriptor.TYPE_DOUBLE: 8, FieldDescriptor.TYPE_FLOAT: 4}
 
 Draw = Callable[[], Any]
 
@@ -169,6 +186,7 @@ class Generator:
         self.chance = chance
         self.known = known
         self._plans: dict[str, list[Field]] = {}
+        self._large_plans: dict[tuple[str, int], list[FieldDescriptor]] = {}
 
     # -- values ------------------------------------------------------------------------------------------------------------
 
@@ -278,6 +296,76 @@ class Generator:
             else 3000
         )
 
+    # -- large messages ----------------------------------------------------------------------------------------------------
+
+    def enlarged(self, descriptor: Descriptor, raw: bytes) -> bytes:
+        """Return the message with a field added that fills it up to one of LARGE_BYTES.
+
+        The field is a list, bytes or a string, in the message or in one below it. It is added to the encoded message,
+        because millions of values would take seconds to set: a list continues, and another field takes the last value. A
+        message without such a field is returned as it is.
+        """
+        return raw + self._large(descriptor, self.chance.choice(LARGE_BYTES) - len(raw), 0)
+
+    def _large(self, descriptor: Descriptor, room: int, depth: int) -> bytes:
+        chance, fields = self.chance, self._large_fields(descriptor, depth)
+        if not fields or room <= 2 * _HEAD_BYTES:
+            return b""
+        field = chance.choice(fields)
+        if field.message_type is not None:
+            has_large = bool(self._large_fields(field.message_type, depth + 1))
+            if has_large and (not field.is_repeated or chance.random() < 0.5):
+                inner = self._large(field.message_type, room - _HEAD_BYTES, depth + 1)
+                return _delimited(field.number, inner)
+            filled = self.fill(GetMessageClass(field.message_type)(), depth + 1)
+            return _repeated(_delimited(field.number, filled.SerializeToString()), room)
+        if field.type in (field.TYPE_BYTES, field.TYPE_STRING):
+            value = self._large_value(field)
+            if field.is_repeated and chance.random() < 0.8:
+                return _repeated(_delimited(field.number, value), room)
+            return _delimited(field.number, _repeated(value or b"x", room - _HEAD_BYTES))
+        numbers = b"".join([self._encoded_number(field) for _ in range(8)])
+        return _delimited(field.number, _repeated(numbers, room - _HEAD_BYTES))
+
+    def _large_fields(self, descriptor: Descriptor, depth: int) -> list[FieldDescriptor]:
+        """Fields of the message that can be made large."""
+        found = self._large_plans.get((descriptor.full_name, depth))
+        if found is None:
+            found = [field for field in descriptor.fields if self._can_be_large(field, depth)]
+            self._large_plans[descriptor.full_name, depth] = found
+        return found
+
+    def _can_be_large(self, field: FieldDescriptor, depth: int) -> bool:
+        below = field.message_type
+        if below is None:
+            return field.is_repeated or field.type in (field.TYPE_BYTES, field.TYPE_STRING)
+        if below.GetOptions().map_entry or depth >= _LARGE_DEEP:
+            return False
+        return field.is_repeated or bool(self._large_fields(below, depth + 1))
+
+    def _drawn(self, field: FieldDescriptor) -> Any:
+        """A known value of the field, or any."""
+        draw = self.known[field.name]
+        if draw is None or self.chance.random() < 0.3:
+            draw = self._draw_of(field)
+        return None if draw is None else draw()
+
+    def _large_value(self, field: FieldDescriptor) -> bytes:
+        value = self._drawn(field)
+        if field.type == field.TYPE_STRING:
+            return value.encode() if isinstance(value, str) else b"x"
+        return value if isinstance(value, bytes) else self.bytes()
+
+    def _encoded_number(self, field: FieldDescriptor) -> bytes:
+        if field.type in _FLOAT_BYTES:
+            return self.chance.randbytes(_FLOAT_BYTES[field.type])
+        value = self._drawn(field)
+        number = value if isinstance(value, int) else self.number(63)
+        layout = _LAYOUTS.get(field.type)
+        if layout is None:
+            return _varint(number & _WORD_BITS)
+        return struct.pack(layout, number & (_WORD_BITS if layout == "<Q" else 0xFFFFFFFF))
+
     # -- bytes -------------------------------------------------------------------------------------------------------------
 
     def mutated(self, raw: bytes, other: bytes) -> bytes:
@@ -307,3 +395,25 @@ class Generator:
         count = self.chance.choice((0, 1, 1, 2, 3, 17, 1024, 1025)) if self.chance.random() < 0.3 else 1
         raw = b"".join([struct.pack(layout, draw() & 0xFFFFFFFFFFFFFFFF) for _ in range(count)])
         return raw[:-1] if self.chance.random() < 0.03 else raw
+
+
+# -- protobuf encoding (protobuf.dev, Encoding) --------------------------------------------------------------
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def _delimited(field: int, value: bytes) -> bytes:
+    """The field with its tag and length: bytes, a string, a message or packed numbers."""
+    return _varint(field << 3 | 2) + _varint(len(value)) + value
+
+
+def _repeated(unit: bytes, room: int) -> bytes:
+    """The unit as often as it has room."""
+    return unit * (room // len(unit))

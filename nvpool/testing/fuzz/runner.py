@@ -26,7 +26,7 @@ from pathlib import Path
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.testing.fuzz.connections import RECENT, FuzzFailure, Witness
 from nvpool.testing.fuzz.daemons import StandbyPlace, SupervisorPlace, kinds_of
-from nvpool.testing.fuzz.harness import FuzzTarget, method_name
+from nvpool.testing.fuzz.harness import LARGE_SHARE, FuzzTarget, method_name
 from nvpool.testing.fuzz.shard import KINDS, ShardPlace
 from nvpool.testing.fuzz.store import PEERS, StorePlace
 
@@ -72,6 +72,7 @@ class FuzzRun:
         self.answered: dict[str, int] = {}
         self._grown_from = 0
         self._places = 0
+        self._longest: tuple[float, str] = (0.0, "nothing")
 
     def all(self) -> int:
         """Run all cases and return the exit code."""
@@ -97,11 +98,13 @@ class FuzzRun:
             number = first + self.done * options.step
             make, kind = kinds[number // CASES % len(kinds)]
             place = make(kind, f"{options.seed}/{number}", self._witness)
+            place.large_share = options.large
             try:
                 self._one(place, number, min(CASES, options.cases - self.done))
             except Exception as error:
                 self._report_failure(place, number, error)
                 return 1
+            self._longest = max(self._longest, place.longest)
             for method, times in place.answered.items():
                 name = method_name(method)
                 self.answered[name] = self.answered.get(name, 0) + times
@@ -124,7 +127,8 @@ class FuzzRun:
             faulthandler.dump_traceback_later(STALL_S, exit=True)
 
     def _progress(self) -> None:
-        print(f"done {self.done} {resident_bytes()}", flush=True)
+        spent_s, where = self._longest
+        print(f"done {self.done} {resident_bytes()} {int(spent_s * 1e6)} {where}", flush=True)
 
     def _one(self, place: FuzzTarget, number: int, count: int) -> None:
         loop = place.loop()
@@ -169,7 +173,7 @@ class FuzzRun:
         last = self._recent[-1][0] if self._recent else number
         print(
             f"TROUBLE at case {last} ({place.name}, {place.kind}); again with: --seed {self._options.seed} --first {number} "
-            f"--cases {CASES} --kind {place.name}-{place.kind}"
+            f"--cases {CASES} --kind {place.name}-{place.kind} --large {self._options.large:g}"
         )
         for case, method, message in self._recent:
             print(f"  {case} {method_name(method)} {message[:400].hex()}")
@@ -181,8 +185,10 @@ class FuzzRun:
         print("\n".join(self._witness.said), flush=True)
 
 
-def fuzz(kind: str, cases: int, seed: str = "1", only: str = "") -> int:
+def fuzz(kind: str, cases: int, seed: str = "1", only: str = "", large: float = LARGE_SHARE) -> int:
     """Run cases in this process and return the exit code; failures are printed to stdout.
+
+    `large` is the share of messages with a field of up to the message limit.
 
     The caller must watch for a standstill.
     """
@@ -195,6 +201,7 @@ def fuzz(kind: str, cases: int, seed: str = "1", only: str = "") -> int:
             seconds=0.0,
             only=only,
             kind=kind,
+            large=large,
             stats=False,
             watched=False,
         )
@@ -226,6 +233,7 @@ def main() -> int:
         help="only this service, kind of caller, or both: "
         + ", ".join(dict.fromkeys(f"{place.name}-{kind}" for place, kind in PLACES)),
     )
+    parser.add_argument("--large", type=float, default=LARGE_SHARE, help="share of messages of up to 4 MiB")
     parser.add_argument(
         "--stats", action="store_true", help="at the end, how often each method did what it was asked for"
     )

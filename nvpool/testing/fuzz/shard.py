@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import random
 import stat
+from sys import getsizeof
 from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -35,6 +36,7 @@ from nvpool.core.posix.byte_range_locks import EXCLUSIVE, LAST_BYTE, RECORD, SHA
 from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.meta.service_auth import ServiceRight
+from nvpool.meta.sessions.table import Session
 from nvpool.meta.state import records, volume_records
 from nvpool.rpc.access_control import Callers
 from nvpool.rpc.peer_roles import Credentials, Peer
@@ -52,6 +54,9 @@ UID = 1000
 SETTLES_S = 1.0
 """Time for background work that the last requests have started."""
 RENEW_EVERY = 500
+SESSION_BYTES_MAX = 1 << 20
+"""Most memory that a session keeps between requests, open files left out: 64 slots with a reply or a refusal each, names, and
+a margin."""
 SESSION_OF_NOBODY = 1 << 48 | 0x7FFF_FFFF
 
 VICTIM = Peer("victim", "192.0.2.9:1", False, "client/victim.0a1b2c3d")
@@ -499,7 +504,10 @@ class ShardPlace(FuzzTarget):
         self._since += 1
         if self._since % RENEW_EVERY == 0:
             await self._renew()
-        await asyncio.sleep(0 if self._chance.random() < 0.99 else self._chance.random() * 2)
+        if self._chance.random() < 0.99:
+            await self.iteration()
+        else:
+            await asyncio.sleep(self._chance.random() * 2)
         if self._session not in self.service._sessions.by_number:
             self._open_session()
 
@@ -623,9 +631,15 @@ class ShardPlace(FuzzTarget):
         return session.secret, session.owner, dict(session.opens), slots, session.identity, locks
 
     def check(self) -> None:
-        self._witness.check()
+        super().check()
         if self.service.died.done():
             raise FuzzFailure(f"the service has died: {self.service.died.exception()!r}")
+        for session in self.service._sessions.by_number.values():
+            if (kept := retained_bytes(session)) > SESSION_BYTES_MAX:
+                raise FuzzFailure(
+                    f"session {session.number:#x} retains {kept:,} bytes beside its open files; {SESSION_BYTES_MAX:,} at "
+                    f"most are allowed"
+                )
         if not self._protects:
             return
         self._let_removed_go()
@@ -675,6 +689,17 @@ class ShardPlace(FuzzTarget):
         left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         if left:
             raise FuzzFailure(f"tasks are left: {left[:3]}")
+
+
+def retained_bytes(session: Session) -> int:
+    """Bytes that a session keeps between requests. Its open files are left out: they have a limit of their own."""
+    texts = (session.client, session.secret, session.member, session.peer, session.owner)
+    slots = [slot for slot in session.slots if slot is not None]
+    return (
+        sum(map(getsizeof, texts))
+        + sum([getsizeof(slot.answer) for slot in slots])
+        + sum([getsizeof(str(slot.error)) for slot in slots if slot.error is not None])
+    )
 
 
 def acl_of(chance: random.Random) -> bytes:

@@ -285,7 +285,7 @@ class StorePlace(FuzzTarget):
     async def pause(self) -> None:
         if self._chance.random() < 0.01:
             self._take_descriptors()
-        await asyncio.sleep(0)
+        await self.iteration()
 
     def _take_descriptors(self) -> None:
         """Connect to the socket for short-circuit reads, send something or nothing, and close it, with or
