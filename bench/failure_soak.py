@@ -586,7 +586,9 @@ def runs_in(path: Path) -> list[dict]:
 
 def markdown(runs: list[dict]) -> str:
     """The table of all rounds of `runs`, which came one after the other."""
-    rounds = [one for run in runs for one in run["each"] if "skipped" not in one]
+    rounds = [one for run in runs for one in run["each"]]
+    timed = [one for one in rounds if "skipped" not in one]
+    untimed = [one for one in rounds if "skipped" in one]
     head = (
         "| killed | meanwhile | rounds | change, s: median · 95 % · longest | whole again, s | missed a bound |\n"
         "|---|---|---:|---:|---:|---:|"
@@ -594,20 +596,23 @@ def markdown(runs: list[dict]) -> str:
     lines = [head]
 
     def line(victim: str, condition: str, ones: list[dict]) -> str:
+        figures = [one for one in ones if "skipped" not in one]
         return (
-            f"| {victim} | {condition} | {len(ones)} | {spread([one['change_s'] for one in ones])} | "
-            f"{spread([one['whole_s'] for one in ones if one['whole_s'] is not None])} | "
+            f"| {victim} | {condition} | {len(ones)} | {spread([one['change_s'] for one in figures])} | "
+            f"{spread([one['whole_s'] for one in figures if one['whole_s'] is not None])} | "
             f"{sum(bool(one['missed']) for one in ones) or ''} |"
         )
 
     groups: dict[tuple[str, str], list[dict]] = {}
-    for one in rounds:
+    for one in timed:
         groups.setdefault((one["victim"], link_of(one["condition"])), []).append(one)
     order = [*VICTIMS, "nobody"]
     for victim, condition in sorted(groups, key=lambda pair: (order.index(pair[0]), LINKS.index(pair[1]))):
         lines.append(line(victim, condition, groups[victim, condition]))
+    if untimed:
+        lines.append(line("not measured", "", untimed))
     lines.append(line("**all**", "", rounds))
-    drains = [one for one in rounds if one["drain"]]
+    drains = [one for one in timed if one["drain"]]
     if drains:
         lines.append(
             f"\n{len(drains)} of them during a drain: drained after "
@@ -620,9 +625,12 @@ def markdown(runs: list[dict]) -> str:
         f"{run['pools']} pool{'s' if run['pools'] > 1 else ''} in {minutes(run['took_s'])}"
         for run in runs
     )
+    unmeasured = (
+        f" {len(untimed)} round{'' if len(untimed) == 1 else 's'} could not be measured." if untimed else ""
+    )
     return (
         f"{measured_on}. {failed} of {len(rounds)} rounds "
-        f"missed a bound (change {CHANGE_S:.0f} s, whole and drains {WHOLE_S:.0f} s, status, data).\n\n"
+        f"missed a bound (change {CHANGE_S:.0f} s, whole and drains {WHOLE_S:.0f} s, status, data).{unmeasured}\n\n"
         + "\n".join(lines)
         + "\n"
     )

@@ -94,7 +94,11 @@ class DevUpRollback:
         return self.directory.supervisor() is not None and not self._ran
 
     def _started(self) -> str:
-        return f"; it was started, and runs. Stop and remove it with: nvpool dev down {self.directory.path}"
+        place = self.directory.path
+        text = f"; it was started, and runs; look at it with: nvpool status {place}"
+        if (place / "throw-away").exists():  # `dev down` refuses any other pool
+            text += f"; to stop and remove it (this destroys its files): nvpool dev down {place}"
+        return text
 
     def _remove(self) -> None:
         from nvpool.cli import pool_lifecycle

@@ -44,24 +44,28 @@ def join_command(join: dict[str, Any], config: Config, kind: str = "node") -> st
     return f"{VARIABLE}={join['token']} nvpool {kind} join {join['address'].removeprefix('stream://')} {where}{plain}"
 
 
-def token_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def token_options(kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add --token and --token-file, and pass the token to the command as `token_text`; see `token_from`."""
 
-    def with_token(*arguments: Any, token_given: str | None, token_file: str | None, **named: Any) -> Any:
-        return command(*arguments, token_text=token_from(token_given, token_file), **named)
+    def decorated(command: Callable[..., Any]) -> Callable[..., Any]:
+        def with_token(*arguments: Any, token_given: str | None, token_file: str | None, **named: Any) -> Any:
+            return command(*arguments, token_text=token_from(token_given, token_file, kind), **named)
 
-    with_token.__name__, with_token.__doc__ = command.__name__, command.__doc__
-    with_token.__dict__.update(command.__dict__)
-    option = click.option("--token-file", metavar="PATH", help="File whose first line is the token.")(
-        with_token
-    )
-    return click.option("--token", "token_given", metavar="-", help="Read the token from standard input.")(
-        option
-    )
+        with_token.__name__, with_token.__doc__ = command.__name__, command.__doc__
+        with_token.__dict__.update(command.__dict__)
+        file = click.option("--token-file", metavar="PATH", help="File whose first line is the token.")
+        given = click.option(
+            "--token", "token_given", metavar="-", help="Read the token from standard input."
+        )
+        return given(file(with_token))
+
+    return decorated
 
 
-def token_from(given: str | None, file: str | None) -> str:
+def token_from(given: str | None, file: str | None, kind: str) -> str:
     """Return the token, from the first source of `WAYS` that has one.
+
+    `kind` is that of the joining member, "node" or "client", for the remedy.
 
     UsageError: there is no token, or both options are given. NotFound, AccessDenied: of the file.
     """
@@ -87,7 +91,7 @@ def token_from(given: str | None, file: str | None) -> str:
         return click.prompt("token", hide_input=True, err=True).strip()
     raise click.UsageError(
         f"there is no token: give it by --token - (standard input), --token-file PATH, or the variable "
-        f"{VARIABLE}; `nvpool node token POOL` and `nvpool client token POOL` make one"
+        f"{VARIABLE}; `nvpool {kind} token POOL` on a node of the pool makes one"
     )
 
 

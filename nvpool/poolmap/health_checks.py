@@ -111,9 +111,10 @@ class Health:
         self._metas = {(meta["shard"], meta["member"]): meta for meta in metas}
         self._stores = {store["target"]: store for store in stores}
         self._several = len(pool_map.nodes) > 1
-        self._silent = {
-            node["node"] for node in nodes if node.get("reason") and node["wish"] in ("", "draining")
-        }
+        unreached = {node["node"]: node["wish"] for node in nodes if node.get("reason")}
+        self._silent = {node for node, state in unreached.items() if state in ("", "draining")}
+        # Nothing is left on these, and their processes may have ended as requested.
+        self._stopped = {node for node, state in unreached.items() if state == "drained"}
 
     def problems(self) -> list[HealthProblem]:
         """Return all problems that follow from the map and the reports, the most severe first."""
@@ -142,10 +143,22 @@ class Health:
 
     def _start_node(self, node: int) -> str:
         start = f"start node {node} (systemctl start nvpoold, or nvpool serve DIRECTORY, there)"
-        return (
-            f"{start}; if it is lost for good: nvpool node remove {self._pool} {node} --lost"
-            if self._can_change
-            else start
+        return start + self._change(
+            f"; if it is lost for good: nvpool node remove {self._pool} {node} --lost"
+        )
+
+    def _change(self, text: str, otherwise: str = "") -> str:
+        """Return `text`, which suggests a command that changes the pool map; `otherwise` if the map cannot be
+        changed."""
+        return text if self._can_change else otherwise
+
+    def _change_later(self, text: str) -> str:
+        """Return `text` as in `_change`, or the first step towards a pool map that can be changed."""
+        silent = " and ".join(f"node {node}" for node in sorted(self._silent))
+        return self._change(
+            text,
+            "this needs a change of the pool map, which is not possible now; first "
+            + (f"start {silent}" if silent else "bring back what keeps the map"),
         )
 
     def _restart(self, process: Said) -> str:
@@ -195,11 +208,12 @@ class Health:
             }
             name = f"{store['name']}{self._on(target.node)} (drive {target.drive}, {store['path']})"
             if store["state"] not in WELL or (store.get("reason") and store["state"] != "serving"):
-                if target.node not in self._silent:
+                if target.node not in self._silent | self._stopped:
                     yield HealthProblem(
                         "process-down",
                         f"{name} {_what_is(store)}",
-                        f"{self._restart(store)}; where its drive is broken: {self._new_drive(target)}",
+                        self._restart(store)
+                        + self._change(f"; where its drive is broken: {self._new_drive(target)}"),
                         **about,
                     )
             elif store["state"] == "serving" and target.state == "down" and target.desired_state != "lost":
@@ -260,7 +274,7 @@ class Health:
                 "copies-missing",
                 f"{counts['nowhere']} chains have fewer copies than they shall: {here} "
                 f"drive{'' if here == 1 else 's'} can be used, and {most} copies of each chunk are asked for",
-                f"nvpool drive add {self._pool} PATH",
+                self._change_later(f"nvpool drive add {self._pool} PATH"),
                 count=counts["nowhere"],
             )
 
@@ -275,11 +289,11 @@ class Health:
             if node is not None
             else f"bring {'it' if len(targets) == 1 else 'one of them'} back"
         )
-        remedy = (
-            back
-            if one is None or not self._can_change
-            else f"{back}; to do without what is in them for ever: {self._lost_drive(one)} --give-up"
-        )
+        remedy = back
+        if one is not None:
+            remedy += self._change(
+                f"; to do without what is in them for ever: {self._lost_drive(one)} --give-up"
+            )
         return HealthProblem(
             "data-unavailable",
             f"{count} chains have no target that serves: what they hold can not be read or "
@@ -317,10 +331,15 @@ class Health:
             why = f"its node does not answer; {replaced}"
             remedy = self._start_node(target.node)
         elif store.get("lacks_room"):
-            why, remedy = "there is no room for them on it", f"nvpool drive add {self._pool} PATH"
+            why = "there is no room for them on it"
+            remedy = self._change_later(f"nvpool drive add {self._pool} PATH")
         elif not self._serves(target.id):
             why = f"its process {_what_is(store) if store else 'is not known'}; {replaced}"
-            remedy = f"{self._restart(store)}; if the drive is lost for good: {lost}" if store else lost
+            remedy = (
+                self._restart(store) + self._change(f"; if the drive is lost for good: {lost}")
+                if store
+                else self._change_later(lost)
+            )
         elif target.state == "down":
             why = "its process serves and the pool map leaves it out: see there"
             remedy = ""
@@ -353,8 +372,11 @@ class Health:
                     "shard-at-risk",
                     f"shard {shard.id}: {primary['name']}{self._on(primary['node'])} serves, and "
                     f"{primary['reason']}",
-                    f"have a standby filled now: nvpool shard standbys {self._pool} "
-                    f"{shard.id} {max(1, len(shard.standbys))}, or write a dump: nvpool dump {self._pool} FILE",
+                    self._change(
+                        f"have a standby filled now: nvpool shard standbys {self._pool} "
+                        f"{shard.id} {max(1, len(shard.standbys))}, or "
+                    )
+                    + f"write a dump: nvpool dump {self._pool} FILE",
                     node=primary["node"],
                     name=primary["name"],
                     shard=shard.id,
@@ -387,7 +409,7 @@ class Health:
                 if meta["node"] in self._silent
                 else self._log(meta["name"], meta["node"])
             )
-            remedy += (
+            remedy += self._change(
                 f"; to go on without what it has: nvpool shard standbys {self._pool} {shard.id} "
                 f"{len(shard.standbys) - len(away)}"
             )
@@ -435,8 +457,10 @@ class Health:
             )
             if len(places) <= shall:
                 remedies.append(
-                    f"nvpool drive add {self._pool} PATH, or ask for fewer: nvpool shard standbys {self._pool} "
-                    f"{shard.id} {max(0, len(places) - 1)}"
+                    self._change_later(
+                        f"nvpool drive add {self._pool} PATH, or ask for fewer: nvpool shard standbys "
+                        f"{self._pool} {shard.id} {max(0, len(places) - 1)}"
+                    )
                 )
         one = unable[0] if len(unable) == 1 else None
         yield HealthProblem(
@@ -459,19 +483,25 @@ class Health:
         if meta["node"] in self._silent:
             return "does not answer, nor does its node", self._start_node(meta["node"])
         if meta["state"] == "lost":
-            return f"has lost its records{why}", f"it is made again by itself within a minute; else: {again}"
+            return (
+                f"has lost its records{why}",
+                self._change(
+                    f"it is made again by itself within a minute; else: {again}",
+                    "it is made again by itself once the pool map can be changed again",
+                ),
+            )
         if meta["state"] == "away":
             lost = f"; lost for good: nvpool drive remove {self._pool} {drive} --lost" if drive else ""
             return (
                 f"has its records on a drive that is away{why}",
-                f"mount the drive{lost}; or have another one: {again}",
+                "mount the drive" + self._change(f"{lost}; or have another one: {again}"),
             )
         if meta["state"] in WELL and not why:
             return (
                 "does not have everything yet",
-                f"wait until it is filled; where that does not end: {again}",
+                "wait until it is filled" + self._change(f"; where that does not end: {again}"),
             )
-        return _what_is(meta), f"{self._restart(meta)}; or have another one: {again}"
+        return _what_is(meta), self._restart(meta) + self._change(f"; or have another one: {again}")
 
     # -- drains and drives -------------------------------------------------------------------------------------------------
 
@@ -528,7 +558,7 @@ class Health:
         full = [one for one in destinations if self._stores.get(one.id, {}).get("lacks_room")]
         cancel = f"nvpool drive drain {self._pool} {target.drive} --cancel"
         if self._map.moving.paused:
-            return "moving is paused", f"nvpool pool rebalance {self._pool} --resume"
+            return "moving is paused", self._change_later(f"nvpool pool rebalance {self._pool} --resume")
         if down:
             nodes = [one.node for one in down if one.node in self._silent]
             back = self._start_node(nodes[0]) if nodes else self._log(f"target-{down[0].id}", down[0].node)
@@ -536,20 +566,22 @@ class Health:
         if full:
             return (
                 f"{', '.join(map(self._name, full[:4]))} has no room for them",
-                f"nvpool drive add {self._pool} PATH, or {cancel}",
+                self._change_later(f"nvpool drive add {self._pool} PATH, or {cancel}"),
             )
         if not self._serves(target.id):
             return (
                 "its own process does not serve",
-                f"{self._log(f'target-{target.id}', target.node)}; if it is lost for good: {self._lost_drive(target)}",
+                self._log(f"target-{target.id}", target.node)
+                + self._change(f"; if it is lost for good: {self._lost_drive(target)}"),
             )
         for one in destinations:
             if wait := self._stores.get(one.id, {}).get("resync_wait"):
                 return (
                     f"{self._name(one)}, which shall take some, waits for {wait}",
-                    f"{self._log(f'target-{one.id}', one.node)}; or {cancel}",
+                    self._log(f"target-{one.id}", one.node) + self._change(f"; or {cancel}"),
                 )
-        return "the reason is not known", f"{self._log(f'target-{target.id}', target.node)}; or {cancel}"
+        log = self._log(f"target-{target.id}", target.node)
+        return "the reason is not known", log + self._change(f"; or {cancel}")
 
     def _drives(self) -> Iterable[HealthProblem]:
         coming = Counter(
@@ -572,14 +604,14 @@ class Health:
                     "drive-away",
                     f"drive {target.drive}{self._on(target.node)} has been away for long: what it held "
                     f"is made again elsewhere, and it gets its share when it is back",
-                    f"when it will not come back: {self._lost_drive(target)}",
+                    self._change_later(f"when it will not come back: {self._lost_drive(target)}"),
                     **about,
                 )
             if coming[target.id] and store.get("lacks_room"):
                 yield HealthProblem(
                     "drive-no-room",
                     f"drive {target.drive} has no room for the {coming[target.id]} chains that it is to get",
-                    f"make some: nvpool drive add {self._pool} PATH",
+                    self._change_later(f"make some: nvpool drive add {self._pool} PATH"),
                     count=coming[target.id],
                     **about,
                 )
@@ -589,7 +621,8 @@ class Health:
                     "drive-full",
                     f"drive {target.drive}{self._on(target.node)} is full to {used / room:.0%}: writes "
                     f"to it fail when nothing is left",
-                    f"add one: nvpool drive add {self._pool} PATH; or remove files, or empty the trash",
+                    self._change(f"add one: nvpool drive add {self._pool} PATH; or ")
+                    + "remove files, or empty the trash",
                     **about,
                 )
             if store.get("host_full"):

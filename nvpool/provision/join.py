@@ -67,7 +67,7 @@ async def join(request: dict, endpoints_of: Callable[[Config, str], tuple[str, .
             -> {"directory", "pool_id", "name", "member", "node"}
     """
     directory, kind = PoolDirectory(request["directory"]), request["kind"]
-    token, config = read_token(request["token"]), parse(request["config"], "node.toml")
+    token, config = read_token(request["token"], kind), parse(request["config"], "node.toml")
     address = _address(request["address"])
     make_passed_through(directory.path)
     key = _begin(directory)

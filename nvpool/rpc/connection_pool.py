@@ -306,12 +306,17 @@ class Dialer:
         """Endpoints that can be tried from this host, in the order to try them."""
         now_s = self._clock.boottime_s()
         return sorted(
-            (candidate for candidate in self._usable(endpoints) if _is_there(candidate)),
+            (candidate for candidate in self._usable(endpoints) if self._is_there(candidate)),
             key=lambda candidate: (
                 self._shunned.get(candidate.endpoint, 0.0) > now_s,
                 -candidate.transport.rank,
             ),
         )
+
+    def _is_there(self, candidate: _Candidate) -> bool:
+        """Whether the socket exists; for a certified caller also whether it is ours, which may have changed."""
+        path = candidate.socket_path
+        return not path or (os.path.exists(path) and (not self._certified or _is_ours(path)))
 
     # -- returning to a better endpoint
 
@@ -326,12 +331,14 @@ class Dialer:
     async def _return(self, endpoints: Endpoints) -> None:
         """Replace the live connection by a better one as soon as possible. Ends with the connection."""
         now_s = self._clock.boottime_s
-        pauses = {
-            one.endpoint: (RETURN_LOCAL_S if one.socket_path else RETURN_S)[0]
-            for one in self._better(endpoints)
-        }
-        due_s = {endpoint: now_s() + pause_s for endpoint, pause_s in pauses.items()}
+        pauses: dict[str, float] = {}
+        due_s: dict[str, float] = {}
         while better := self._better(endpoints):
+            for one in better:  # a socket may appear, or get another owner, at any time
+                pause_s = pauses.setdefault(
+                    one.endpoint, (RETURN_LOCAL_S if one.socket_path else RETURN_S)[0]
+                )
+                due_s.setdefault(one.endpoint, now_s() + pause_s)
             await asyncio.sleep(max(0.0, min(due_s[one.endpoint] for one in better) - now_s()))
             for candidate in better:
                 replaced = self.live(endpoints)
@@ -341,7 +348,7 @@ class Dialer:
                 if due_s[endpoint] > now_s():
                     continue
                 connection = None
-                if _is_there(candidate):
+                if self._is_there(candidate):
                     self._refresh_identity()
                     try:
                         connection = await self._try(candidate)
@@ -408,14 +415,13 @@ class Dialer:
 def _is_ours(path: str) -> bool:
     """Whether the daemon at that socket grants this process the rights of a node.
 
-    It does for root and for the owner of the socket.
+    It does for root and for the owner of the socket. A missing socket may become ours: Dialer._is_there looks
+    again when the socket exists.
     """
     user = os.geteuid()
     try:
         return not user or os.stat(path).st_uid == user
+    except FileNotFoundError:
+        return True
     except OSError:
         return False
-
-
-def _is_there(candidate: _Candidate) -> bool:
-    return not candidate.socket_path or os.path.exists(candidate.socket_path)

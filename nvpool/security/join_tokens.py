@@ -28,8 +28,12 @@ class Token(NamedTuple):
         return _PREFIX + base64.urlsafe_b64encode(self.secret + self.fingerprint).decode().rstrip("=")
 
 
-def read_token(text: str) -> Token:
-    """Parse a token; InvalidRequest if `text` is not a complete token."""
+def read_token(text: str, kind: str) -> Token:
+    """Parse a token; InvalidRequest if `text` is not a complete token.
+
+    `kind` is that of the joining member. The error names the command for such a token only, and never that
+    for a token with more rights.
+    """
     text = text.strip()
     try:
         raw = base64.b64decode(
@@ -39,8 +43,8 @@ def read_token(text: str) -> Token:
         raw = b""
     if not text.startswith(_PREFIX) or len(raw) != SECRET_BYTES + _FINGERPRINT_BYTES:
         raise InvalidRequest(
-            "this is not a whole token; copy all of the line that `nvpool node token POOL` or "
-            "`nvpool client token POOL` prints"
+            f"this is not a whole token; copy all of the line that `nvpool {kind} token POOL` prints on a node "
+            f"of the pool"
         )
     return Token(raw[:SECRET_BYTES], raw[SECRET_BYTES:])
 

@@ -130,6 +130,11 @@ def test_failure_soak_choices_depend_on_seed_and_round():
     assert {soak.link_of(condition) for condition in CONDITIONS} == set(soak.LINKS)
 
 
+def table_of(rows):
+    run = {"date": "today", "machine": "m", "commit": "c", "seed": 1, "pools": 1, "took_s": 30, "each": rows}
+    return soak.markdown([run])
+
+
 def test_failure_soak_table_counts_missed_bounds():
     measured = (
         ("nothing else", 0.2, 1.0, []),
@@ -156,20 +161,24 @@ def test_failure_soak_table_counts_missed_bounds():
         "skipped": "no store",
         "missed": [],
     }
-    text = soak.markdown(
-        {
-            "date": "today",
-            "machine": "m",
-            "commit": "c",
-            "seed": 1,
-            "pools": 1,
-            "took_s": 30,
-            "each": [*rows, skipped],
-        }
-    )
-    assert "3 rounds on 1 pool" in text and "1 missed a bound" in text
+    text = table_of([*rows, skipped])
+    assert "4 rounds on 1 pool" in text and "1 of 4 rounds missed a bound" in text
+    assert "1 round could not be measured." in text and "| not measured |  | 1 | – | – |  |" in text
     assert "| primary | nothing else | 2 | 0.4 · 0.4 · 0.4 | 2.0 · 2.0 · 2.0 |  |" in text
     assert "| primary | link cut | 1 | 7.5 · 7.5 · 7.5 | – | 1 |" in text and "| store |" not in text
+    assert "could not be measured" not in table_of(rows)
+
+
+def test_failure_soak_table_counts_failures_without_times():
+    """A round that could not be measured may be the failure: the table must not hide it."""
+    skipped = {"round": 1, "victim": "store", "condition": "nothing else", "drain": True, "whole_s": 3.0}
+    rows = [
+        soak.broken(0, "a pool could not be made"),
+        skipped | {"change_s": 0.1, "skipped": "no store", "missed": ["data: a wrong byte"]},
+    ]
+    text = table_of(rows)
+    assert "2 of 2 rounds missed a bound" in text and "2 rounds could not be measured." in text
+    assert "| not measured |  | 2 | – | – | 2 |" in text and "| **all** |  | 2 | – | – | 2 |" in text
 
 
 def test_missing_copies_names_short_chains_and_standbys():

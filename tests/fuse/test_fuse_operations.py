@@ -186,6 +186,22 @@ def test_direct_write_drops_pages_where_another_reads_them(fs):
     assert not fs.has_pages(direct.handle)
 
 
+def test_direct_writes_beside_direct_descriptors_cost_no_notice(fs):
+    """The kernel does not report a descriptor that reads through pages after all; the semantics page says so."""
+    attr, direct = fs.create(ROOT, b"f", 0o644, os.O_RDWR | os.O_DIRECT, ME)
+    pages, flags = Pages(fs), os.O_RDWR | os.O_DIRECT
+    second = fs.open(attr.inode, flags, ME)
+    for handle in (direct.handle, second.handle):
+        fs.write(handle, 0, b"x" * 4096, flags=flags)
+        assert not fs.has_pages(handle) and not pages.taken()
+    plain = fs.open(attr.inode, os.O_RDONLY, ME)  # now the pages are dropped, for all that read them
+    fs.write(second.handle, 0, b"y" * 4096, flags=flags)
+    assert pages.taken() == [("drop", attr.inode, 0, 4096)]
+    fs.release(plain.handle)
+    fs.release(second.handle)
+    assert not fs.has_pages(direct.handle)
+
+
 def test_flags_of_a_write_decide_its_offset(fs):
     attr, opened = fs.create(ROOT, b"f", 0o644, os.O_RDWR | os.O_APPEND, ME)
     reader = fs.open(attr.inode, os.O_RDONLY, ME)

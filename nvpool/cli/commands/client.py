@@ -77,7 +77,7 @@ examples:
 )
 @click.argument("address", metavar="HOST:PORT")
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
-@token_options
+@token_options("client")
 @click.option("--name", default="", help="Name of this client in lists; default: the host name.")
 @click.option("--plain-text", is_flag=True, help="Without certificates and TLS, if the nodes have none.")
 @json_option

@@ -125,7 +125,7 @@ examples:
 """
 )
 @click.argument("address", metavar="HOST:PORT")
-@token_options
+@token_options("node")
 @click.option(
     "--drive", "drives", multiple=True, metavar="PATH[:SIZE]", help="A drive for the pool; may be repeated."
 )
@@ -236,7 +236,7 @@ def _check_pool(directory: PoolDirectory, token_text: str) -> None:
 
     if (
         fingerprint_of((directory.secret / "authority.crt").read_bytes())
-        != read_token(token_text).fingerprint
+        != read_token(token_text, "node").fingerprint
     ):
         raise AlreadyExists(
             f"{directory.path} belongs to another pool, which `nvpool status {directory.path}` shows; name "

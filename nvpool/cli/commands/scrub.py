@@ -7,7 +7,16 @@ from typing import Any
 
 import click
 
-from nvpool.cli.output import EXIT_DAMAGED, ago, json_option, pool_argument, print_json, print_table, say
+from nvpool.cli.output import (
+    EXIT_DAMAGED,
+    EXIT_UNAVAILABLE,
+    ago,
+    json_option,
+    pool_argument,
+    print_json,
+    print_table,
+    say,
+)
 from nvpool.core.units import BLOCK_BYTES, format_bytes
 
 
@@ -118,7 +127,7 @@ def _line(one: dict[str, Any], now_ms: int) -> tuple[str | int | None, ...]:
 
 @scrub.command(
     epilog="""\b
-exit codes: with --wait 4 if bad blocks were found that are not repaired
+exit codes: 3 if a target did not get the order; with --wait 4 if bad blocks were found that are not repaired
 --json prints targets (that got the order) and silent (number: reason); with --wait also scrub, as nvpool scrub status --json
 
 \b
@@ -134,15 +143,26 @@ examples:
 @json_option
 def start(pool: str, drive: str | None, target: int | None, wait: bool, as_json: bool) -> int:
     """Start a scrub now, unless one is running; resume a paused one."""
+    from nvpool.cli.commands.drive import note_on_interrupt
+
     result = _order(pool, "start", drive, target, as_json, quiet=wait)
     if not wait:
-        return 0
-    found = asyncio.run(_wait(pool, frozenset(result["targets"]), as_json))
+        return _exit_code(result)
+    found: list[dict[str, Any]] = []
+    if result["targets"]:
+        which = f" --drive {drive}" if drive else f" --target {target}" if target else ""
+        with note_on_interrupt(
+            "scrubbing", f"nvpool scrub status {pool}", f"nvpool scrub stop {pool}{which}"
+        ):
+            found = asyncio.run(_wait(pool, frozenset(result["targets"]), as_json))
     if as_json:
         print_json(result | {"scrub": found})
-    else:
+    elif found:
         _show(found)
-    return EXIT_DAMAGED if any(one["last_bad"] > one["last_mended"] for one in found) else 0
+    else:
+        click.echo(_NOBODY)
+    is_damaged = any(one["last_bad"] > one["last_mended"] for one in found)
+    return _exit_code(result) or (EXIT_DAMAGED if is_damaged else 0)
 
 
 _ORDER_TEXT = {
@@ -151,6 +171,7 @@ _ORDER_TEXT = {
     "resume": "scrubbing continues on",
     "stop": "scrubbing is stopped on",
 }
+_NOBODY = "no target got the order"
 
 
 def _order(
@@ -171,10 +192,16 @@ def _order(
         )
         say(f"look with: nvpool scrub status {pool}")
     elif not quiet:
-        click.echo("no target got the order")
+        click.echo(_NOBODY)
     for number, reason in result["silent"].items():
         say(f"target {number} did not get the order: {reason}")
+    if result["silent"]:
+        say(f"see why with: nvpool status {pool}   and repeat the command when these targets answer")
     return result
+
+
+def _exit_code(result: dict[str, Any]) -> int:
+    return EXIT_UNAVAILABLE if result["silent"] else 0
 
 
 async def _wait(pool: str, targets: frozenset[int], quiet: bool) -> list[dict[str, Any]]:
@@ -204,13 +231,17 @@ async def _wait(pool: str, targets: frozenset[int], quiet: bool) -> list[dict[st
 
 
 def _simple(order: str, text: str, example: str) -> None:
-    @scrub.command(order, help=text, epilog=f"\b\nexample: {example}")
+    @scrub.command(
+        order,
+        help=text,
+        epilog=f"\b\nexit codes: 3 if a target did not get the order\n\n\b\nexample: {example}",
+    )
     @pool_argument
     @drive_option
     @target_option
     @json_option
-    def command(pool: str, drive: str | None, target: int | None, as_json: bool) -> None:
-        _order(pool, order, drive, target, as_json)
+    def command(pool: str, drive: str | None, target: int | None, as_json: bool) -> int:
+        return _exit_code(_order(pool, order, drive, target, as_json))
 
 
 _simple(

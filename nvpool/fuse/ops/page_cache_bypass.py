@@ -171,5 +171,10 @@ def may_have_tail(file) -> bool:
 
 
 def bypasses(flags: int) -> bool:
-    """Whether a descriptor opened with these flags bypasses the pages."""
+    """Whether a descriptor opened with these flags bypasses the pages.
+
+    A mapping of a descriptor with O_DIRECT does not, nor does one whose O_DIRECT was cleared since: the kernel
+    reports neither. To count those as readers of pages would cost each asynchronous direct write a notice.
+    docs/reference/semantics.md names what may be stale then.
+    """
     return bool(flags & os.O_DIRECT) or bool(flags & os.O_APPEND and flags & os.O_ACCMODE != os.O_RDONLY)

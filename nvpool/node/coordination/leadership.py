@@ -34,6 +34,7 @@ from nvpool.poolmap.model import Node, PoolMap
 from nvpool.rpc.api import Call
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.v1.pool_pb2 import AliveRequest, Forwardable, Forwarded
+from nvpool.rpc.v1.wire_pb2 import POOL_ALIVE
 
 _LEAD_S = LEASE_S_MIN
 """Leadership lease; a heartbeat is written each fifth of it.
@@ -338,6 +339,9 @@ class Leading:
         None: this node leads. The request itself records whether it was forwarded (`Forwarded`). AccessDenied:
         its certificate contradicts. NotLeader: no node leads, the leader is unreachable, or the request was
         already forwarded; `may_be_applied` is set if the request was sent to a node that led until then.
+
+        A heartbeat of a target goes to the leader directly only: a chain whose targets do not reach one another
+        has to leave one out.
         """
         message = bytes(call.message)
         try:
@@ -348,6 +352,7 @@ class Leading:
         if self.manager is not None:
             return None
         relays = hops == 1 and forwarded.relay
+        is_direct = relays or call.method == POOL_ALIVE
         if hops >= _HOPS_MAX and not relays:
             raise NotLeader("this node does not lead the pool")
         until_s = min(call.deadline_s, self._clock.boottime_s() + PASSED_ON_S)
@@ -366,7 +371,7 @@ class Leading:
             )
             asking = asyncio.ensure_future(
                 self._ask(node, call.method, passed_on, until_s)
-                if relays
+                if is_direct
                 else self._ask_or_relay(node, call.method, message, passed_on, until_s)
             )
             try:

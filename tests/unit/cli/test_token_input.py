@@ -7,7 +7,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from nvpool.cli.commands import client
+from nvpool.cli.commands import client, node
 from nvpool.cli.token_input import VARIABLE, join_command, token_from
 from nvpool.core.config import Config
 from nvpool.core.errors import NotFound
@@ -69,7 +69,7 @@ def test_token_prompt_has_no_echo(joined, monkeypatch):
         "nvpool.cli.token_input.sys.stdin", type("Terminal", (), {"isatty": staticmethod(lambda: True)})
     )
     monkeypatch.setattr(click, "prompt", lambda text, **how: prompts.append((text, how)) or TOKEN)
-    assert token_from(None, None) == TOKEN
+    assert token_from(None, None, "node") == TOKEN
     assert prompts == [("token", {"hide_input": True, "err": True})]
 
 
@@ -86,9 +86,19 @@ def test_missing_token_is_a_usage_error(joined, words, how, said):
     assert done.exit_code == 2 and said in done.output and joined == []
 
 
+@pytest.mark.parametrize(("command", "kind"), [(node.join, "node"), (client.join, "client")])
+def test_missing_token_names_the_command_of_its_kind(joined, command, kind):
+    """A client's user must not ask for a token that would make this machine a node."""
+    words = ["10.0.0.1:17512", *(["there"] if kind == "client" else [])]
+    done = CliRunner().invoke(command, words)
+    assert done.exit_code == 2 and f"`nvpool {kind} token POOL`" in done.output
+    other = {"node": "client", "client": "node"}[kind]
+    assert f"nvpool {other} token" not in done.output
+
+
 def test_missing_token_file_is_named(joined, tmp_path):
     with pytest.raises(NotFound, match="nowhere"):
-        token_from(None, str(tmp_path / "nowhere"))
+        token_from(None, str(tmp_path / "nowhere"), "node")
 
 
 def test_token_as_an_argument_warns(joined):
@@ -120,7 +130,7 @@ def test_token_is_removed_from_the_environment(joined):
         [
             sys.executable,
             "-c",
-            "import os; from nvpool.cli.token_input import token_from; token_from(None, None); "
+            "import os; from nvpool.cli.token_input import token_from; token_from(None, None, 'node'); "
             f"print({VARIABLE!r} in os.environ)",
         ],
         env={VARIABLE: TOKEN},

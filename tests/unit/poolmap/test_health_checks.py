@@ -42,9 +42,9 @@ def a_map(nodes=2, replicas=2, **fields) -> PoolMap:
     return replace(first, **fields)
 
 
-def seen(pool_map, *, silent=(), stores=None, metas=None, **named):
+def seen(pool_map, *, silent=(), stores=None, metas=None, admin_states=None, **named):
     """Problems of the map if all processes serve, except for what the arguments say."""
-    stores, metas = stores or {}, metas or {}
+    stores, metas, admin_states = stores or {}, metas or {}, admin_states or {}
     shard = pool_map.shards[0]
     states = {shard.member: ("primary", shard.node)} | {
         one.member: (one.state, one.node) for one in shard.standbys
@@ -60,7 +60,7 @@ def seen(pool_map, *, silent=(), stores=None, metas=None, **named):
             {
                 "node": one.id,
                 "name": one.name,
-                "wish": "",
+                "wish": admin_states.get(one.id, ""),
                 "state": "silent" if one.id in silent else "serving",
             }
             | ({"reason": "nobody answers"} if one.id in silent else {})
@@ -126,6 +126,16 @@ def test_dead_node_is_named_once_with_its_processes():
         2,
     ) and "1 of 2" in copies.reason
     assert "start node 2" in copies.remedy
+
+
+def test_drained_and_stopped_node_is_no_problem():
+    pool_map = with_target(a_map(3), 3, state="down", desired_state="drain")
+    assert seen(pool_map, silent={3}, admin_states={3: "drained"}) == []
+    hangs = {3: {"state": "silent", "reason": "late", "hangs": True}}
+    assert set(kinds(seen(pool_map, stores=hangs, admin_states={3: "drained"}))) == {"process-down"}, (
+        "it answers"
+    )
+    assert "node-silent" in kinds(seen(pool_map, silent={3}, admin_states={3: "draining"}))
 
 
 def test_missing_copies_name_the_cause_and_the_command():
@@ -196,6 +206,59 @@ def test_remedy_is_a_command_that_can_succeed():
     assert not any("nvpool node remove" in one.remedy or "--give-up" in one.remedy for one in found.values())
     primary = found["shard-no-primary"]
     assert "waits for" not in primary.reason and "as soon as the pool map can be changed" in primary.remedy
+
+
+NEEDS_CHANGE = ("nvpool drive", "nvpool shard standbys", "nvpool node", "--lost", "--give-up", "--resume")
+
+
+def unchangeable():
+    """Kind of a problem, map, and arguments of `seen`; the remedy changes the pool map if that is possible."""
+    short = without_copy(with_target(a_map(3, 3), 3, state="down"), 3)
+    filling = without_copy(a_map(3, 3), 3, joining=(3,))
+    alone = replace(a_map().shards[0], standbys=(), standbys_wanted=2)
+    yield "node-silent", a_map(3, 3), {"silent": {2, 3}}
+    yield "shard-no-primary", a_map(3, 3), {"silent": {2, 3}, "metas": {0: {"state": "starting"}}}
+    yield "data-unavailable", replace(a_map(), tables=(ChainTable(1, (Chain(1, (2,)),)),)), {"silent": {2}}
+    for kind in ("process-down", "copies-missing"):
+        yield kind, short, {"stores": {3: {"state": "restarting", "reason": "no chunk store"}}}
+    for kind in ("copies-missing", "drive-no-room"):
+        yield kind, filling, {"stores": {3: {"lacks_room": True}}}
+    yield "copies-missing", replace(a_map(), tables=(ChainTable(3, (Chain(1, (1, 2)),)),)), {}
+    for state in ("lost", "away", "serving", "silent"):
+        why = {} if state == "serving" else {"reason": "late"}
+        yield "shard-no-standby", syncing(a_map()), {"metas": {1: {"state": state} | why}}
+    yield "shard-no-standby", replace(a_map(), shards=(alone,)), {}
+    yield "shard-at-risk", a_map(), {"metas": {0: {"reason": "its records are damaged"}}}
+    stalled = {"stalled_s": {1: 99.0}}
+    yield "drain-stalled", drained(), stalled
+    yield "drain-stalled", drained(moving=RebalanceSettings(paused=True)), stalled
+    for number, said in (
+        (1, {"state": "stopped"}),
+        (3, {"lacks_room": True}),
+        (3, {"resync_wait": "target 1: late"}),
+    ):
+        yield "drain-stalled", drained(), stalled | {"stores": {number: said}}
+    yield "drive-away", with_target(a_map(), 2, desired_state="away"), {}
+    yield "drive-full", a_map(), {"stores": {2: {"capacity_bytes": 1000, "used_bytes": 950}}}
+
+
+def test_no_remedy_changes_a_map_that_can_not_be_changed():
+    for kind, pool_map, said in unchangeable():
+        able, unable = (kinds(seen(pool_map, can_change=able, **said)) for able in (True, False))
+        assert any(word in able[kind].remedy for word in NEEDS_CHANGE), (kind, said)
+        assert unable[kind].remedy, (kind, said)
+        wrong = [one.text for one in unable.values() if any(word in one.remedy for word in NEEDS_CHANGE)]
+        assert not wrong, (kind, said)
+
+
+def test_remedy_names_the_nodes_that_keep_the_map_from_changing():
+    room = {1: {"lacks_room": True}}
+    short = without_copy(a_map(4, 4), 1, joining=(1,))
+    found = seen(short, silent={3, 4}, stores=room, can_change=False)
+    remedies = [one.remedy for one in found if one.kind == "copies-missing" and one.target == 1]
+    assert remedies == [
+        "this needs a change of the pool map, which is not possible now; first start node 3 and node 4"
+    ]
 
 
 def syncing(pool_map, state="syncing"):

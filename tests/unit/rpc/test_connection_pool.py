@@ -1,7 +1,9 @@
 """Dialer: choice of the endpoint, one shared connection, reconnection; and the in-process transport."""
 
 import asyncio
+import os
 import socket
+from types import SimpleNamespace
 
 import pytest
 import uvloop
@@ -281,14 +283,26 @@ def hasty(monkeypatch):
     monkeypatch.setattr(connection_pool, "RETIRED_LOOK_S", 0.02)
 
 
-def test_connection_returns_to_the_better_endpoint(hasty, tmp_path):
+def other_user(owner):
+    """Stands for `os` in the connection pool: this process is user 4711, existing sockets belong to `owner()`."""
+
+    def stat(path):
+        os.stat(path)
+        return SimpleNamespace(st_uid=owner())
+
+    return SimpleNamespace(geteuid=lambda: 4711, stat=stat, path=os.path)
+
+
+@pytest.mark.parametrize("certified", [False, True])
+def test_connection_returns_to_the_better_endpoint(hasty, tmp_path, monkeypatch, certified):
     """A Unix socket that was missing is used again soon; pending requests on TCP are answered there."""
+    monkeypatch.setattr(connection_pool, "os", other_user(lambda: 4711))
 
     async def check():
         kept = RecordingHandler()
         stream = await transport_registry.listen("stream://127.0.0.1:0", SERVER, kept)
         endpoints = (f"stream+unix://{tmp_path}/s?host=here", stream.endpoint)
-        dialer = Dialer(US, host_id="here")
+        dialer = Dialer(US, host_id="here", certified=certified)
         worse = await dialer.connect(endpoints, soon())
         under_way = asyncio.ensure_future(dialer.call(endpoints, 1, b"under way", deadline_s=soon()))
         (call,) = await kept.count(1)
@@ -303,6 +317,36 @@ def test_connection_returns_to_the_better_endpoint(hasty, tmp_path):
         await dialer.close()
         for listener in (stream, unix):
             await listener.close()
+
+    run(check())
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_certified_client_waits_for_a_socket_of_its_own(hasty, tmp_path, monkeypatch, is_missing):
+    """Until then the socket is not used, also if it appears while the client waits for it."""
+    owners = [1]
+    monkeypatch.setattr(connection_pool, "os", other_user(lambda: owners[0]))
+    if not is_missing:
+        (tmp_path / "s").touch()
+
+    async def check():
+        unix, good = Recorder("stream+unix", 3), Recorder("good", 1)
+        best = Recorder("best", 2, (Unreachable("not yet"), 0))
+        for transport in (unix, good):
+            await transport.listen("inproc://here", SERVER, echo)
+        transports = {"stream+unix": unix, "best": best, "good": good}
+        dialer = Dialer(US, transports=transports, certified=True)
+        endpoints = (f"stream+unix://{tmp_path}/s", "best://x", "good://x")
+        worse = await dialer.connect(endpoints, soon())
+        await until(lambda: len(best.attempts) >= 2)  # the task that returns to a better endpoint runs
+        (tmp_path / "s").touch()
+        count = len(best.attempts)
+        await until(lambda: len(best.attempts) >= count + 3)
+        assert unix.attempts == []
+        owners[0] = 4711
+        await until(lambda: worse.closed)
+        assert len(unix.attempts) == 1 and dialer.live(endpoints) is not worse
+        await dialer.close()
 
     run(check())
 

@@ -400,6 +400,27 @@ def test_interrupted_dev_up_keeps_an_existing_pool(tmp_path, capfd):
     assert (place / "FORMAT").exists() and "was there before and stays" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), NotFound("no such mount point")])
+@pytest.mark.parametrize("throw_away", [False, True])
+def test_dev_up_of_a_started_pool_offers_its_removal_with_care(
+    tmp_path, capfd, monkeypatch, error, throw_away
+):
+    from nvpool.cli.dev_up_rollback import DevUpRollback
+    from nvpool.host.pool_directory import PoolDirectory
+
+    (tmp_path / "FORMAT").write_text(FORMAT_TEXT)
+    if throw_away:
+        (tmp_path / "throw-away").write_text("")
+    with pytest.raises(type(error)), DevUpRollback(PoolDirectory(tmp_path), None):
+        monkeypatch.setattr(PoolDirectory, "supervisor", lambda directory: 4711)  # it was started meanwhile
+        raise error
+    said = capfd.readouterr().err
+    assert "was there before and stays; it was started, and runs" in said
+    assert f"nvpool status {tmp_path}" in said
+    remove = f"to stop and remove it (this destroys its files): nvpool dev down {tmp_path}"
+    assert remove in said if throw_away else "nvpool dev down" not in said
+
+
 def test_interrupted_start_kills_an_unlocked_supervisor(tmp_path, monkeypatch):
     """The signal arrives while the process is being started: no variable has its number yet."""
     from nvpool.cli import pool_lifecycle

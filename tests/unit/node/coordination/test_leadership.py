@@ -202,6 +202,16 @@ def test_unreachable_leader_is_asked_through_another_node():
     passing(check, silent=(2,))
 
 
+def test_heartbeat_of_a_target_is_not_relayed():
+    async def check(others, leading, call):
+        leading.alive(call)
+        await asyncio.gather(*leading._passing)
+        assert isinstance(call.answer, DeadlineExceeded) and others.asked == [2]
+        assert AliveRequest.FromString(others.messages[0]).forwarded == Forwarded(node=1, hops=1)
+
+    passing(check, silent=(2,), method=POOL_ALIVE, request=AliveRequest(target=1, pid=7))
+
+
 @pytest.mark.parametrize("leader", [Unreachable("no route"), None], ids=["unreachable", "silent"])
 @pytest.mark.parametrize(
     "relay, raised",

@@ -35,20 +35,22 @@ def node(number: int) -> Node:
 
 @given(st.binary(min_size=16, max_size=16), st.binary(min_size=32, max_size=32))
 def test_token_is_decoded_as_it_was_encoded(secret, fingerprint):
-    assert read_token(f"  {Token(secret, fingerprint).text()}\n") == Token(secret, fingerprint)
+    assert read_token(f"  {Token(secret, fingerprint).text()}\n", "node") == Token(secret, fingerprint)
 
 
 @given(st.text(max_size=90))
 @settings(max_examples=200)
 def test_other_text_is_not_a_token(text):
     with pytest.raises(InvalidRequest):
-        read_token(text)
+        read_token(text, "node")
 
 
+@pytest.mark.parametrize("kind", ["node", "client"])
 @pytest.mark.parametrize("cut", range(1, 70, 7))
-def test_part_of_a_token_is_refused(cut):
-    with pytest.raises(InvalidRequest):
-        read_token(Token(bytes(range(16)), bytes(range(32))).text()[:-cut])
+def test_part_of_a_token_is_refused(cut, kind):
+    with pytest.raises(InvalidRequest, match=f"`nvpool {kind} token POOL`") as refused:
+        read_token(Token(bytes(range(16)), bytes(range(32))).text()[:-cut], kind)
+    assert str(refused.value).count(" token POOL") == 1  # the command for no other kind
 
 
 def test_token_admits_one_key_until_it_expires():
