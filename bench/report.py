@@ -85,7 +85,9 @@ def commit() -> str:
 
 
 def summary(comparison, loads, options, took_s: float) -> dict:
-    """Everything, as JSON has it. `best` of a cell is the larger of its medians, with and without the processors kept awake."""
+    """Everything, as JSON has it. `best` of a cell is the larger of its medians, with and without the processors kept awake.
+    The goals are for one copy of each byte: with more there are none."""
+    judged_too = options.copies == 1
     subjects = {}
     for subject in comparison.subjects:
         subjects[subject.name] = {
@@ -121,17 +123,19 @@ def summary(comparison, loads, options, took_s: float) -> dict:
                 "durable": load.durable,
                 "by": load.by,
                 "cells": cells,
-                "goals": dict(zip(COLUMNS, load.goals, strict=True)) if load.goals else None,
+                "goals": dict(zip(COLUMNS, load.goals, strict=True)) if load.goals and judged_too else None,
                 "best_peer": max(peers, key=peers.get, default=None),
             }
         )
     columns = {variant.column: variant.name for variant in VARIANTS if variant.column}
+    floors = FLOORS if judged_too else [floor._replace(goals={}) for floor in FLOORS]
     return {
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
         "commit": commit(),
         "took_s": round(took_s),
-        "floors": [against(floor, found, columns) for floor in FLOORS],
+        "floors": [against(floor, found, columns) for floor in floors],
+        "copies": options.copies,
         "rounds": options.rounds,
         "seconds": options.seconds,
         "file_mib": options.file_mib,
@@ -201,9 +205,10 @@ def judged(value: float | None, goal: float | None, at_most: bool = False) -> st
 
 def markdown(results: dict) -> str:
     subjects, loads = results["subjects"], results["loads"]
+    copies = "one copy" if results["copies"] == 1 else f"{results['copies']} copies"
     parts = [
-        f"# Beside the peers\n\n{results['date']}, {results['machine']}; nvpool {results['commit']}; medians of "
-        f"{results['rounds']} rounds; {results['took_s'] // 60} minutes. Large file of {results['file_mib']} MiB, "
+        f"# Beside the peers\n\n{results['date']}, {results['machine']}; nvpool {results['commit']}; {copies} of each byte; "
+        f"medians of {results['rounds']} rounds; {results['took_s'] // 60} minutes. Large file of {results['file_mib']} MiB, "
         f"directory of {results['files']:,} files; at most {results['seconds']:g} s a load. Processors were busy "
         f"{results['busy_before']:.1%} before anything was started, {results['busy_idle']:.1%} with all of it idle.",
         "## nvpool, times the best peer",
@@ -307,7 +312,7 @@ def _rounds(way: dict) -> str:
 
 COLOURS = {"same host": "#1b7f5a", "tcp": "#7cc4a4"}
 VARIANT_COLOURS = ("#a8d5c2", "#c8e6d9", "#dfece6")
-PEER_COLOURS = ("#c0504d", "#e39a3b", "#8064a2")
+PEER_COLOURS = ("#c0504d", "#e39a3b", "#8064a2", "#4f81bd")
 FLOOR_COLOUR = "#b9c4d0"
 WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 900, 300, 70, 11, 16, 64
 TIMES_MAX = 6.0

@@ -6,17 +6,14 @@ from subjects.juicefs import JuiceFS
 from subjects.local import CPassthrough, CSocket, FuseFromMemory, PlainDirectory
 from subjects.moosefs import MooseFS
 from subjects.pool import VARIANTS, Pool
+from subjects.seaweedfs import SeaweedFS
 
 
-def every_subject() -> list[Subject]:
-    pools = (Pool(variant) for variant in VARIANTS)
-    return [
-        PlainDirectory(),
-        FuseFromMemory(),
-        CPassthrough(),
-        CSocket(),
-        *pools,
-        GlusterFS(),
-        MooseFS(),
-        JuiceFS(),
-    ]
+def every_subject(copies: int = 1) -> list[Subject]:
+    """Drive and floors, nvpool and the peers with so many copies of each byte. With two, of nvpool only what has a column."""
+    floors = [PlainDirectory(), FuseFromMemory(), CPassthrough(), CSocket()]
+    if copies > 1:
+        pools = [Pool(variant, copies=copies) for variant in VARIANTS if variant.column]
+    else:
+        pools = [Pool(variant) for variant in VARIANTS]
+    return [*floors, *pools, GlusterFS(copies), MooseFS(copies), JuiceFS(copies), SeaweedFS(copies)]

@@ -37,7 +37,7 @@ class Subject:
     """`name`: unique, used for its directory too. `kind`: drive, floor, nvpool or peer. `notes`: what a reader must know of its
     figures. `file_bytes_max`: a smaller large file for it. `cold`: how `forget` makes it cold, for the table's legend.
     `offers`: by which ways loads reach it (workloads.Load.by). `in_part`: asked only for the loads that are for all.
-    `directory` is None until `start` and after `stop`."""
+    `copies`: how many it keeps of each byte. `directory` is None until `start` and after `stop`."""
 
     name: str
     kind: str
@@ -47,7 +47,8 @@ class Subject:
     cold: str = "mounted again, page cache dropped"
     file_bytes_max: int | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, copies: int = 1) -> None:
+        self.copies = copies
         self.directory: Path | None = None
         self.mount: Path | None = None
 

@@ -1,4 +1,4 @@
-"""GlusterFS from Debian: one brick, replica 1, in a mount namespace where glusterd's directories are below the bench's."""
+"""GlusterFS from Debian, a brick for each copy, in a mount namespace where glusterd's directories are below the bench's."""
 
 from __future__ import annotations
 
@@ -40,9 +40,13 @@ def unescaped(place: str) -> str:
 
 class GlusterFS(Subject):
     name, kind = "glusterfs", "peer"
-    notes = "one brick, replica 1, options as `volume create` sets them"
     _glusterd: subprocess.Popen | None = None
     _client: subprocess.Popen | None = None
+
+    def __init__(self, copies: int = 1) -> None:
+        super().__init__(copies)
+        bricks = "one brick" if copies == 1 else f"{copies} bricks on the one drive"
+        self.notes = f"{bricks}, replica {copies}, options as `volume create` sets them"
 
     def missing(self) -> str | None:
         for program in ("glusterd", "gluster", "glusterfs", "nsenter", "unshare"):
@@ -60,7 +64,8 @@ class GlusterFS(Subject):
         return run("glusterd", "--version").split("\n")[0]
 
     def start_servers(self) -> None:
-        for name in (*ELSEWHERE, "brick"):
+        bricks = [f"brick-{number}" for number in range(1, self.copies + 1)]
+        for name in (*ELSEWHERE, *bricks):
             (self.directory / name).mkdir()
         configuration = self.directory / "glusterd.vol"
         configuration.write_text(CONFIGURATION)
@@ -82,7 +87,9 @@ class GlusterFS(Subject):
             "unshare", "--mount", "--propagation", "private", "sh", "-c", "\n".join(lines)
         )
         wait_for_port(own_address(), PORT, "glusterd", self._glusterd)
-        self._command("volume", "create", VOLUME, f"{own_address()}:{self.directory / 'brick'}", "force")
+        replicas = ["replica", str(self.copies)] if self.copies > 1 else []
+        places = [f"{own_address()}:{self.directory / name}" for name in bricks]
+        self._command("volume", "create", VOLUME, *replicas, *places, "force")
         self._command("volume", "start", VOLUME)
 
     def _command(self, *words: str) -> str:

@@ -11,6 +11,8 @@ from pathlib import Path
 from subjects.contract import END_S, START_S, Failed, Subject, drop_page_cache, run, unmount
 
 BENCH = Path(__file__).resolve().parents[1]
+PEERS = BENCH.parent / "build" / "peers" / "bin"
+"""The programs that install_peers.sh has from PyPI."""
 
 
 class PlainDirectory(Subject):
@@ -119,11 +121,11 @@ def no_compiler(*packages: str) -> str | None:
     return None
 
 
-def end(process: subprocess.Popen | None) -> None:
-    """Wait for a process that is about to end by itself; signal it when it does not within a second, kill it at last."""
+def end(process: subprocess.Popen | None, patience_s: float = 1.0) -> None:
+    """Wait for a process that is about to end by itself; signal it when it does not in that time, kill it at last."""
     if process is None:
         return
-    for wait_s, number in ((1.0, signal.SIGTERM), (END_S, signal.SIGKILL)):
+    for wait_s, number in ((patience_s, signal.SIGTERM), (END_S, signal.SIGKILL)):
         try:
             process.wait(wait_s)
             return

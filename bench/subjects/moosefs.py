@@ -1,4 +1,4 @@
-"""MooseFS from Debian: a master and one chunk server, goal 1."""
+"""MooseFS from Debian: a master, and a chunk server for each copy."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from subjects.contract import Subject, free_port, mounts, own_address, unmount, 
 from subjects.local import end, no_fuse
 
 EMPTY = Path("/var/lib/mfs/metadata.mfs.empty")
+USER = "WORKING_USER = root\nWORKING_GROUP = root\n"
 
 
 class MooseFS(Subject):
     name, kind = "moosefs", "peer"
-    notes = (
-        "goal 1, daemons at the priority of -19 that they take by themselves; its fsync does not reach the drive "
-        "(HDD_FSYNC_BEFORE_CLOSE = 0, the default); its master keeps all names in memory"
-    )
     _master: subprocess.Popen | None = None
-    _store: subprocess.Popen | None = None
+    _stores: tuple[subprocess.Popen, ...] = ()
     _client: subprocess.Popen | None = None
+
+    def __init__(self, copies: int = 1) -> None:
+        super().__init__(copies)
+        self.notes = (
+            f"goal {copies}{f', {copies} chunk servers on the one drive' if copies > 1 else ''}, daemons at the priority of "
+            "-19 that they take by themselves; its fsync does not reach the drive (HDD_FSYNC_BEFORE_CLOSE = 0, the "
+            "default); its one master keeps all names in memory"
+        )
 
     def missing(self) -> str | None:
         for program in ("mfsmaster", "mfschunkserver", "mfsmount", "mfssetgoal"):
@@ -37,17 +42,14 @@ class MooseFS(Subject):
         return "MooseFS " + (said.stdout + said.stderr).removeprefix("version: ").split(" ")[0]
 
     def start_servers(self) -> None:
-        for name in ("master", "store", "drive"):
-            (self.directory / name).mkdir()
-        host, self._ports = own_address(), [free_port(own_address()) for _ in range(4)]
-        loggers, stores, clients, store = self._ports
+        (self.directory / "master").mkdir()
+        host, self._ports = own_address(), [free_port(own_address()) for _ in range(3)]
+        loggers, stores, clients = self._ports
         self._write("exports.cfg", "* / rw,alldirs,maproot=0")
         self._write("topology.cfg", "")
-        self._write("drives.cfg", f"{self.directory / 'drive'}")
-        user = "WORKING_USER = root\nWORKING_GROUP = root\n"
         self._write(
             "master.cfg",
-            user
+            USER
             + f"""DATA_PATH = {self.directory / "master"}
 EXPORTS_FILENAME = {self.directory / "exports.cfg"}
 TOPOLOGY_FILENAME = {self.directory / "topology.cfg"}
@@ -59,30 +61,42 @@ MATOCL_LISTEN_HOST = {host}
 MATOCL_LISTEN_PORT = {clients}
 """,
         )
-        self._write(
-            "store.cfg",
-            user
-            + f"""DATA_PATH = {self.directory / "store"}
-HDD_CONF_FILENAME = {self.directory / "drives.cfg"}
-MASTER_HOST = {host}
-MASTER_PORT = {stores}
-CSSERV_LISTEN_HOST = {host}
-CSSERV_LISTEN_PORT = {store}
-""",
-        )
         shutil.copy(EMPTY, self.directory / "master" / "metadata.mfs")
         self._master = self.daemon("mfsmaster", "-f", "-n", "-c", self.directory / "master.cfg", "start")
         wait_for_port(host, clients, "mfsmaster", self._master)
-        self._store = self.daemon("mfschunkserver", "-f", "-n", "-c", self.directory / "store.cfg", "start")
-        wait_for_port(host, store, "mfschunkserver", self._store)
         self._mount()
-        # Until the store has registered, the first write waits for minutes.
-        wait_until(
-            lambda: self.run("stat", "-f", "-c", "%b", self.mount).strip() != "0",
-            "mfschunkserver does not register",
-            self._store,
+        for number in range(1, self.copies + 1):
+            self._start_store(number, host, stores)
+        self.run("mfssetgoal", "-r", self.copies, self.mount)
+
+    def _start_store(self, number: int, host: str, stores: int) -> None:
+        """Start a chunk server with a drive of its own; on return the master has it."""
+        port = free_port(host)
+        for name in (f"store-{number}", f"drive-{number}"):
+            (self.directory / name).mkdir()
+        self._write(f"drives-{number}.cfg", f"{self.directory / f'drive-{number}'}")
+        self._write(
+            f"store-{number}.cfg",
+            USER
+            + f"""DATA_PATH = {self.directory / f"store-{number}"}
+HDD_CONF_FILENAME = {self.directory / f"drives-{number}.cfg"}
+MASTER_HOST = {host}
+MASTER_PORT = {stores}
+CSSERV_LISTEN_HOST = {host}
+CSSERV_LISTEN_PORT = {port}
+""",
         )
-        self.run("mfssetgoal", "-r", "1", self.mount)
+        blocks = self._blocks()
+        config = self.directory / f"store-{number}.cfg"
+        store = self.daemon("mfschunkserver", "-f", "-n", "-c", config, "start")
+        self._stores += (store,)
+        wait_for_port(host, port, "mfschunkserver", store)
+        # Until the store has registered, the first write waits for minutes, or has fewer copies. A drive that is counted once
+        # more gives more than half as much again, whatever else fills it meanwhile.
+        wait_until(lambda: self._blocks() > blocks + blocks // 2, "mfschunkserver does not register", store)
+
+    def _blocks(self) -> int:
+        return int(self.run("stat", "-f", "-c", "%b", self.mount))
 
     def _write(self, name: str, text: str) -> None:
         (self.directory / name).write_text(text + "\n")
@@ -100,6 +114,7 @@ CSSERV_LISTEN_PORT = {store}
         end(self._client)
 
     def stop_servers(self) -> None:
-        for server in filter(None, (self._store, self._master)):
+        for server in filter(None, (*self._stores, self._master)):
             server.terminate()
             end(server)
+        self._stores = ()

@@ -73,14 +73,19 @@ VARIANTS = (
 
 
 class Pool(Subject):
-    """`targets`: how many, all on the one drive."""
+    """`targets`: how many, all on the one drive; at least one for each copy. With two copies the metadata has two as well."""
 
     kind = "nvpool"
     offers = ("mount", "sdk")
 
-    def __init__(self, variant: Variant, targets: int = 1) -> None:
-        super().__init__()
-        self.variant, self.name, self.notes, self.targets = variant, variant.name, variant.notes, targets
+    def __init__(self, variant: Variant, targets: int = 1, copies: int = 1) -> None:
+        super().__init__(copies)
+        self.variant, self.name, self.notes = variant, variant.name, variant.notes
+        self.targets = max(targets, copies)
+        if copies > 1:
+            self.notes += (
+                f"; {self.targets} targets on the one drive, replicas {copies}, standbys {copies - 1}"
+            )
         self.in_part = variant.column is None
 
     def missing(self) -> str | None:
@@ -96,6 +101,8 @@ class Pool(Subject):
 
     def start_servers(self) -> None:
         words = [f"--size={CAPACITY}" for _ in range(self.targets)]
+        if self.copies > 1:
+            words += [f"--replicas={self.copies}", f"--standbys={self.copies - 1}"]
         if self.variant.transport in ("stream", "grpc"):
             config = self.directory / "plain-tcp.toml"
             config.write_text(PLAIN_TCP)

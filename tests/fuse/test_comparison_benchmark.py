@@ -145,7 +145,7 @@ def test_sweep_removes_only_the_benchs_directory(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError):
             contract.sweep(path)
-    for subject in compare.every_subject():
+    for subject in compare.every_subject() + compare.every_subject(copies=2):
         subject.stop()  # never started: nothing to stop
     assert (tmp_path / "mine" / "of-glusterfs").is_dir()
     (tmp_path / "mine" / contract.OWNER).write_text("1")
@@ -156,17 +156,37 @@ def test_sweep_removes_only_the_benchs_directory(tmp_path, monkeypatch):
 def test_missing_peers_and_libraries_are_named(
     monkeypatch,
 ):
-    from subjects import glusterfs, juicefs, moosefs, pool
+    from subjects import glusterfs, juicefs, moosefs, pool, seaweedfs
 
     monkeypatch.setattr(juicefs, "PROGRAM", Path("/nonexistent/juicefs"))
+    monkeypatch.setattr(seaweedfs, "PROGRAM", Path("/nonexistent/weed"))
     monkeypatch.setitem(pool.NEEDS, "grpc", "grpc_of_tomorrow")
     assert (
         "needs the Python package grpc_of_tomorrow"
         in pool.Pool(pool.Variant("later", transport="grpc")).missing()
     )
     monkeypatch.setenv("PATH", "/nonexistent")
-    for peer in (glusterfs.GlusterFS(), moosefs.MooseFS(), juicefs.JuiceFS()):
+    for peer in (glusterfs.GlusterFS(), moosefs.MooseFS(2), juicefs.JuiceFS(), seaweedfs.SeaweedFS(2)):
         assert peer.missing().endswith("is not installed (make bench-peers)")
+    monkeypatch.setattr(juicefs, "PROGRAM", Path("/bin/sh"))
+    assert juicefs.JuiceFS().missing() == "redis-server is not installed (make bench-peers)"
+
+
+def test_peer_without_two_copies_is_named_as_missing():
+    from subjects import pool
+
+    once, twice = compare.every_subject(), compare.every_subject(copies=2)
+    assert {subject.name for subject in once} - {subject.name for subject in twice} == {
+        variant.name for variant in pool.VARIANTS if not variant.column
+    }
+    (juicefs,) = (subject for subject in twice if subject.name == "juicefs")
+    assert juicefs.missing().startswith("keeps no copies itself")
+    for subject in twice:
+        assert subject.copies == (2 if subject.kind in ("nvpool", "peer") else 1), subject.name
+    both = [subject for subject in twice if isinstance(subject, pool.Pool)]
+    assert all(subject.targets == 2 and "replicas 2, standbys 1" in subject.notes for subject in both)
+    sizes = compare.Sizes(1.0, 1 << 20, 1 << 20, 10)
+    assert compare.room_needed(sizes, 3, 2) == 2 * compare.room_needed(sizes, 3, 1)
 
 
 def test_better_state_counts_and_ratios_use_the_best_peer():
