@@ -699,7 +699,7 @@ def main(words: list[str] | None = None) -> int:
     if os.geteuid() != 0:
         raise SystemExit("this needs root: to drop the page cache, and to mount")
     if missing := HostPool("plain", 1, 0).missing():
-        raise SystemExit(f"this can not run here: {missing}")
+        raise SystemExit(f"this cannot run here: {missing}")
     pools = [name for name in POOLS if not options.pool or name in options.pool]
     keys = [NOTHING, *(key for key in LOADS if not options.only or key in options.only)]
     whole = len(pools) == len(POOLS) and len(keys) == 1 + len(LOADS) and options.busy > 0

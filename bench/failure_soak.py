@@ -576,7 +576,7 @@ def spread(values: list[float]) -> str:
 
 
 def runs_in(path: Path) -> list[dict]:
-    """The runs of a failure-soak.json. SystemExit: it can not be read."""
+    """The runs of a failure-soak.json. SystemExit: it cannot be read."""
     try:
         found = json.loads(path.read_text())
         return found.get("runs", [found])
@@ -860,7 +860,7 @@ def main(words: list[str] | None = None) -> int:
     if options.share is None:
         options.directory = place_of_pools(options.directory, options.pools)
     if missing := namespaces.missing() or real_etcd.missing():
-        raise SystemExit(f"this can not run here: {missing}")
+        raise SystemExit(f"this cannot run here: {missing}")
     earlier = runs_in(options.earlier) if options.earlier and options.share is None else []
     if any(run["seed"] != options.seed for run in earlier):
         raise SystemExit(

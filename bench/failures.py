@@ -335,7 +335,7 @@ def main(words: list[str] | None = None) -> int:
         return 0
     missing = namespaces.missing() or real_etcd.missing()
     if missing:
-        raise SystemExit(f"this can not run here: {missing}")
+        raise SystemExit(f"this cannot run here: {missing}")
     if options.quick:
         options.times = 1
     left_out = ("target stopped", "whole node killed") if options.quick else ()

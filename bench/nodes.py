@@ -566,7 +566,7 @@ def main(words: list[str] | None = None) -> int:
     options.file_mib = options.file_mib or (160 if options.quick else 512)
     missing = namespaces.missing() or real_etcd.missing()
     if missing:
-        raise SystemExit(f"this can not run here: {missing}")
+        raise SystemExit(f"this cannot run here: {missing}")
     wanted = [name for name in PARTS if not options.only or name in options.only]
     results: dict = {
         "date": time.strftime("%Y-%m-%d"),

@@ -120,7 +120,7 @@ class FailedTests:
 
     def pytest_collectreport(self, report):
         if report.failed:
-            self.found[f"never again: {report.nodeid} can not be collected"] = None
+            self.found[f"never again: {report.nodeid} cannot be collected"] = None
 
 
 @pytest.hookimpl(trylast=True)

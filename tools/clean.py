@@ -85,7 +85,7 @@ def unmount(root):
         if done.returncode:
             users = ", ".join(f"{name} (pid {pid})" for pid, name in users_of(point))
             reason = done.stderr.decode(errors="replace").strip()
-            raise Kept(f"{point} can not be unmounted: {reason}" + (f"; in use by {users}" if users else ""))
+            raise Kept(f"{point} cannot be unmounted: {reason}" + (f"; in use by {users}" if users else ""))
 
 
 def users_of(point):
@@ -148,7 +148,7 @@ def stop(pool):
         while daemons_of(pool, *wanted) and time.monotonic() < deadline:
             time.sleep(0.05)
     if daemons_of(pool):
-        raise Kept(f"processes of the pool in {pool} can not be ended: {daemons_of(pool)}")
+        raise Kept(f"processes of the pool in {pool} cannot be ended: {daemons_of(pool)}")
 
 
 def remove_tree(path):

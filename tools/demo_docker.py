@@ -88,7 +88,7 @@ def show(bridge: RealBridge, docker: RealDocker) -> None:
     shown = Shown(docker, bridge.driver)
     shown("version", "--format", "Docker Engine {{.Server.Version}}")
 
-    title("Two containers share a volume, a third one can not see it")
+    title("Two containers share a volume, a third one cannot see it")
     shown("volume", "create", "-d", bridge.driver, "-o", "size=32M", "shared")
     shown("volume", "create", "-d", bridge.driver, "other")
     first = shown.run(

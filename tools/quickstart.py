@@ -102,7 +102,7 @@ class Quickstart:
             print("it is there from an earlier run")
         if why_not:
             print(
-                f"It can not be mounted here: {why_not}. Everything else works; the SDK takes the mount's place."
+                f"It cannot be mounted here: {why_not}. Everything else works; the SDK takes the mount's place."
             )
         else:
             command += ["--mount", str(self.mount)]

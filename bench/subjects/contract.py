@@ -55,7 +55,7 @@ class Subject:
     # -- what each subject says --------------------------------------------------------------------------------------------
 
     def missing(self) -> str | None:
-        """Why it can not be measured on this machine, or None. Starts nothing."""
+        """Why it cannot be measured on this machine, or None. Starts nothing."""
         return None
 
     def version(self) -> str:

@@ -6,7 +6,7 @@ can be killed at a deadline. Guarantees:
 
 - Only a directory of the volume is bound. openat2(2) resolves the path beneath the volume's directory and
   without symbolic links, and exactly the opened directory is bound (open_tree(2), move_mount(2)), so a
-  container that changes the volume meanwhile can not redirect the bind.
+  container that changes the volume meanwhile cannot redirect the bind.
 - A read-only bind is read-only from its creation.
 - Every request may be repeated.
 
@@ -144,7 +144,7 @@ def unbind(target: str, volumes: str, remove: bool = False) -> bool:
                 raise _error(number, f"unmount {target}")
             if _uppermost(target) == there:
                 raise InUse(
-                    f"what is mounted at {target} can not be reached: another mount lies over the path; unmount that "
+                    f"what is mounted at {target} cannot be reached: another mount lies over the path; unmount that "
                     f"first"
                 )
         done = True

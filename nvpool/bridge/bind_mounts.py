@@ -94,7 +94,7 @@ class Binds:
                     said, complaint = await process.communicate()
             except BaseException as error:
                 with contextlib.suppress(ProcessLookupError):
-                    process.kill()  # no wait: the process can not exit before the mount answers
+                    process.kill()  # no wait: the process cannot exit before the mount answers
                 if isinstance(error, TimeoutError):
                     raise DeadlineExceeded(
                         f"the pool's mount at {self.root} has not answered within {BIND_S:.0f} s; see: "

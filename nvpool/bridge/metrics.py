@@ -11,7 +11,7 @@ from nvpool.metrics.registry import Times
 
 
 class BridgeMetrics:
-    """Durations and errors of known calls. Unknown calls do not count, so clients can not add names."""
+    """Durations and errors of known calls. Unknown calls do not count, so clients cannot add names."""
 
     def __init__(self) -> None:
         self._times: dict[tuple[str, str], Times] = {}

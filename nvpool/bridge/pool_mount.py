@@ -81,9 +81,9 @@ class PoolMount:
         try:
             self.place.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
-            pass  # a dead mount, which stat(2) can not access
+            pass  # a dead mount, which stat(2) cannot access
         except OSError as error:
-            raise AccessDenied(f"{self.place} can not be made: {error.strerror}") from error
+            raise AccessDenied(f"{self.place} cannot be made: {error.strerror}") from error
         options = ["--force", "--wait", f"{MOUNT_S - 5:.0f}", *self._words]
         process = await asyncio.create_subprocess_exec(
             *command(Program.CLI, "mount", self._pool, str(self.place), *options),

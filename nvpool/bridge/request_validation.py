@@ -58,7 +58,7 @@ def checked_holder(holder: object) -> str:
     """Return `holder` if it is a valid id of a user of a volume. InvalidRequest: it is not."""
     if not isinstance(holder, str) or len(holder) > HOLDER_CHARACTERS_MAX or not _HOLDER.fullmatch(holder):
         raise InvalidRequest(
-            f"{shown(holder)} can not be the id of who uses a volume: it takes 1 to {HOLDER_CHARACTERS_MAX} "
+            f"{shown(holder)} cannot be the id of who uses a volume: it takes 1 to {HOLDER_CHARACTERS_MAX} "
             "letters, digits and _ . / : @ = + -"
         )
     return holder

@@ -47,7 +47,7 @@ class _State(msgspec.Struct):
 
 class References:
     def __init__(self, path: Path, boot: str) -> None:
-        """Read the file. CorruptRecord, WrongFormat: the file can not be used. Other errors: of the drive."""
+        """Read the file. CorruptRecord, WrongFormat: the file cannot be used. Other errors: of the drive."""
         self._path = path
         self._state = _read(path)
         if self._state.boot != boot:
@@ -134,7 +134,7 @@ def _read(path: Path) -> _State:
         state = msgspec.json.decode(content, type=_State)
     except msgspec.MsgspecError as error:
         raise CorruptRecord(
-            f"{path} can not be read ({error}); with no container in use, remove it: what is in use is found "
+            f"{path} cannot be read ({error}); with no container in use, remove it: what is in use is found "
             "again"
         ) from None
     if state.version != VERSION:

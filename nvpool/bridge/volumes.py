@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from nvpool.sdk.volumes import Volume
 
 SUBPATH_ATTRIBUTE = "trusted.nvpool.subpath"
-"""Extended attribute of a volume's directory: the subpath that containers see, but can not read or set."""
+"""Extended attribute of a volume's directory: the subpath that containers see, but cannot read or set."""
 SETTLED_S = 60.0
 """Age at which a reference must have a container; a reference of this age without a container is stale."""
 CLOSED_S = 10.0
@@ -127,7 +127,7 @@ class BridgeVolumes:
     async def begin(self) -> None:
         """Load the state of an earlier bridge. Call this once, before any other method.
 
-        Refused, Damaged: the state file can not be used, and the text says why.
+        Refused, Damaged: the state file cannot be used, and the text says why.
         """
         with our_errors():
             self._binds.places.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -360,7 +360,7 @@ class BridgeVolumes:
 
         The bind stays until `unstage`. `holder` is the id of the user of the volume; a repeated call with the
         same holder changes nothing. From now on the pool records that this host uses the volume, so the volume
-        can not be removed. A sealed volume is bound read-only. After an error the holder has no reference.
+        cannot be removed. A sealed volume is bound read-only. After an error the holder has no reference.
 
         NotFound, InvalidRequest, NameTooLong, NotADirectory, TooManySymlinks   the request is not possible
         AlreadyExists    the holder uses the volume already, in another way
@@ -533,7 +533,7 @@ class BridgeVolumes:
     async def _end(self, name: str, holder: str) -> None:
         """End a reference, in three steps: mark it as ended, remove the bind, report to the pool.
 
-        The caller holds the volume's lock. The pool comes last, so the volume can not be removed earlier.
+        The caller holds the volume's lock. The pool comes last, so the volume cannot be removed earlier.
         """
         self._references.end(name, holder)
         wanted = {

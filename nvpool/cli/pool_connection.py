@@ -61,7 +61,7 @@ def checked(path: str | os.PathLike[str]) -> PoolDirectory:
 def endpoints_of(pool: str) -> tuple[str, ...]:
     """Return the endpoints of the supervisor of the node that `pool` names.
 
-    InvalidRequest: `pool` is neither a directory nor an address. Other errors: the pool map can not be read.
+    InvalidRequest: `pool` is neither a directory nor an address. Other errors: the pool map cannot be read.
     """
     directory = directory_of(pool)
     pool = pool_behind(pool)
@@ -102,7 +102,7 @@ def own_host(address: str) -> str:
         try:
             probe.connect((host, int(port)))  # sends nothing
         except OSError as error:
-            raise NotFound(f"{host} can not be reached from here: {error.strerror or error}") from None
+            raise NotFound(f"{host} cannot be reached from here: {error.strerror or error}") from None
         own: str = probe.getsockname()[0]
         return own
 

@@ -245,7 +245,7 @@ def _end(identity: ProcessIdentity, drain_s: float, together: Sequence[ProcessId
                 return
             if select.select([pidfd], [], [], wait_s)[0]:
                 return
-        raise Unavailable(f"process {identity.pid} can not be ended; it waits for a drive, perhaps")
+        raise Unavailable(f"process {identity.pid} cannot be ended; it waits for a drive, perhaps")
     finally:
         os.close(pidfd)
 

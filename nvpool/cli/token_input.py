@@ -38,7 +38,7 @@ The token works once. It comes from the first of these sources that is given:
 
 
 def join_command(join: dict[str, Any], config: Config, kind: str = "node") -> str:
-    """Return the shell command to join. The token is in a variable, which other users can not read."""
+    """Return the shell command to join. The token is in a variable, which other users cannot read."""
     where = "--drive PATH" if kind == "node" else "DIR"
     plain = " --plain-text" if config.network.plain_text else ""
     return f"{VARIABLE}={join['token']} nvpool {kind} join {join['address'].removeprefix('stream://')} {where}{plain}"

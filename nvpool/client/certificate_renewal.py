@@ -53,7 +53,7 @@ async def keep_renewed(renew: Callable[[], Awaitable[bool]], identity: TlsIdenti
             if await renew():
                 log.info("the certificate of %s was renewed", identity.own_member())
         except (NvpoolError, OSError) as error:
-            log.error("our certificate can not be renewed: %s", error)
+            log.error("our certificate cannot be renewed: %s", error)
         await asyncio.sleep(LOOK_S)
 
 

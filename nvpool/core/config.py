@@ -60,7 +60,7 @@ class NetworkConfig(msgspec.Struct, frozen=True):
     host: Annotated[
         str,
         Meta(
-            description="address to listen on over TCP, under TLS; other hosts can not reach 127.0.0.1; "
+            description="address to listen on over TCP, under TLS; other hosts cannot reach 127.0.0.1; "
             "empty: none, the daemons "
             "listen on unix sockets of this machine alone"
         ),
@@ -637,7 +637,7 @@ def load(path: str | os.PathLike[str]) -> Config:
     except UnicodeDecodeError as error:
         raise BadConfiguration(f"{path} is not UTF-8: {error}") from None
     except OSError as error:
-        raise BadConfiguration(f"{path} can not be read: {error.strerror}") from None
+        raise BadConfiguration(f"{path} cannot be read: {error.strerror}") from None
     config, warnings = _parsed(text, str(path))
     for warning in warnings:
         log.warning("%s", warning)

@@ -63,7 +63,7 @@ class NvpoolError(Exception):
 
 
 class Refused(NvpoolError):
-    """The request can not be carried out."""
+    """The request cannot be carried out."""
 
     errno = errno.EINVAL
     wire_code = 100
@@ -470,7 +470,7 @@ class Draining(Unavailable):
 
 
 class Fenced(Unavailable):
-    """The target or shard has stopped serving because it can not vouch for what it holds."""
+    """The target or shard has stopped serving because it cannot vouch for what it holds."""
 
     wire_code = 305
     retry_after_s = 0.5
@@ -509,7 +509,7 @@ class ChecksumMismatch(Damaged):
 
 
 class CorruptRecord(Damaged):
-    """A stored record can not be decoded."""
+    """A stored record cannot be decoded."""
 
     wire_code = 402
     key: bytes = b""
@@ -546,7 +546,7 @@ class BytesLost(Damaged):
 
 
 class InvariantBroken(Bug):
-    """Two facts that can not both be true are."""
+    """Two facts that cannot both be true are."""
 
     wire_code = 501
 

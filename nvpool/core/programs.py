@@ -78,7 +78,7 @@ def command(program: Program, *arguments: str) -> list[str]:
     The program cannot import modules from the current directory.
     """
     if program.module is None:
-        raise ValueError(f"{program.name} is forked by another program and can not be started")
+        raise ValueError(f"{program.name} is forked by another program and cannot be started")
     return [sys.executable, "-P", "-m", program.module, *arguments]
 
 

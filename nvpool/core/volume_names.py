@@ -26,7 +26,7 @@ def check_volume_name(name: str) -> str:
     if not isinstance(name, str) or len(name) > NAME_MAX or not _NAME.fullmatch(name):
         shown = repr(name) if len(str(name)) <= 80 else f"{str(name)[:40]!r}... ({len(name)} characters)"
         raise InvalidRequest(
-            f"{shown} can not be the name of a volume: 1 to {NAME_MAX} letters, digits, _ . and - of ASCII, "
+            f"{shown} cannot be the name of a volume: 1 to {NAME_MAX} letters, digits, _ . and - of ASCII, "
             f"the first a letter or a digit"
         )
     return name

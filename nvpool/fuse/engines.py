@@ -60,7 +60,7 @@ class Engine(Protocol):
 def engine_of(wanted: str, *, writeback: bool = False) -> str:
     """Resolve `wanted`, one of ENGINES, to an engine's name.
 
-    InvalidRequest: that engine can not do what is requested.
+    InvalidRequest: that engine cannot do what is requested.
     """
     name = wanted if wanted != "auto" else "kernel" if kernel_version() >= KERNEL_MIN else "pyfuse3"
     if writeback and name != "kernel":
@@ -83,7 +83,7 @@ def is_held(wanted: bool | None, engine: str) -> bool:
     can = engine == "kernel" and kernel_version() >= KERNEL_MIN
     if wanted and not can:
         raise InvalidRequest(
-            f"the mount can not outlive its process: its engine is {engine}, on Linux {os.uname().release}; "
+            f"the mount cannot outlive its process: its engine is {engine}, on Linux {os.uname().release}; "
             f"that needs engine kernel, and Linux {KERNEL_MIN[0]}.{KERNEL_MIN[1]}; mount without --holder"
         )
     return can if wanted is None else wanted

@@ -79,7 +79,7 @@ def check_mount_point(path: Path, *, force: bool = False) -> Path:
     nvpool. Nothing else is changed.
 
     Raises NotFound, NotADirectory, InUse (a mount is there, or files), AccessDenied, Unavailable (no
-    /dev/fuse, or the directory can not be read).
+    /dev/fuse, or the directory cannot be read).
     """
     place = place_of(path)
     for _ in range(2):
@@ -103,9 +103,9 @@ def check_mount_point(path: Path, *, force: bool = False) -> Path:
     except FileNotFoundError:
         raise NotFound(f"{place} does not exist; make it with: mkdir -p {place}") from None
     except PermissionError:
-        raise AccessDenied(f"{place} can not be looked at by this user") from None
+        raise AccessDenied(f"{place} cannot be looked at by this user") from None
     except OSError as error:
-        raise Unavailable(f"{place} can not be looked at: {error.strerror}") from None
+        raise Unavailable(f"{place} cannot be looked at: {error.strerror}") from None
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectory(f"{place} is not a directory; a mount needs an empty directory")
     try:
@@ -114,7 +114,7 @@ def check_mount_point(path: Path, *, force: bool = False) -> Path:
             with os.scandir(place) as entries:
                 first = next(entries, None)
     except PermissionError:
-        raise AccessDenied(f"{place} can not be listed by this user") from None
+        raise AccessDenied(f"{place} cannot be listed by this user") from None
     if first is not None:
         raise InUse(
             f"{place} is not empty ({first.name!r} is in it), and a mount would hide that; choose an empty directory"
@@ -126,7 +126,7 @@ def check_mount_point(path: Path, *, force: bool = False) -> Path:
 def check_fuse() -> None:
     """Check that this process can mount.
 
-    Raises Unavailable or AccessDenied, with the remedy, if it can not.
+    Raises Unavailable or AccessDenied, with the remedy, if it cannot.
     """
     if not os.path.exists("/dev/fuse"):
         raise Unavailable(
@@ -135,7 +135,7 @@ def check_fuse() -> None:
         )
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         raise AccessDenied(
-            "/dev/fuse can not be opened by this user; let root mount the pool, or allow it to all with: "
+            "/dev/fuse cannot be opened by this user; let root mount the pool, or allow it to all with: "
             "chmod 666 /dev/fuse"
         )
 
@@ -171,7 +171,7 @@ def _refusal(place: Path, number: int) -> NvpoolError:
             f"{place} is in use; close what is open there (see: fuser -vm {place}), or unmount with --lazy"
         )
     if number == errno.EPERM:
-        return AccessDenied(f"{place} can not be unmounted by this user")
+        return AccessDenied(f"{place} cannot be unmounted by this user")
     return Unavailable(f"{place} could not be unmounted: {os.strerror(number)}")
 
 

@@ -2,7 +2,7 @@
 
 A notification waits for directories that are being changed and for pages that are being read; those in turn
 wait for replies of the serving process. So threads write the notifications; if the mount outlives its
-process, threads of another process do. Such a write can not be interrupted: a process that is killed during
+process, threads of another process do. Such a write cannot be interrupted: a process that is killed during
 the write is not gone before it returns. And the successor, whose reply the write waits for, does not start
 before the process is gone. Used by fuse/dispatch and by the programs of a mount.
 """

@@ -10,7 +10,7 @@ pyfuse3.asyncio.enable() does. pyfuse3's own replacement is not used, because it
 descriptor with epoll for each request and hands a lock from task to task. Measured from memory, 4 KiB
 O_DIRECT reads: 28 k/s alone and 35 k/s from 8 threads with theirs, 51 and 95 k/s with ours.
 
-pyfuse3 3.5 can not do the following, as docs/reference/semantics.md says: locks and flock beyond this node,
+pyfuse3 3.5 cannot do the following, as docs/reference/semantics.md says: locks and flock beyond this node,
 fallocate, SEEK_HOLE, copy_file_range, XATTR_CREATE and XATTR_REPLACE in one step, distinguishing "now" from a
 time in utimensat, O_TMPFILE, the birth time, and ignoring the umask where a directory has a default access
 control list.
@@ -425,7 +425,7 @@ def _do_without_splice() -> None:
     """Give up CAP_SYS_RESOURCE in this thread, which nothing here needs.
 
     With the capability libfuse splices each request through a pipe. Splicing costs two more system calls and
-    a page per request. libfuse reads directly if the pipe can not hold the largest request, which is 1 MiB
+    a page per request. libfuse reads directly if the pipe cannot hold the largest request, which is 1 MiB
     and one page; without the capability a pipe has at most 1 MiB (/proc/sys/fs/pipe-max-size). pyfuse3 has no
     option for it.
     """

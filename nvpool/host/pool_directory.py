@@ -274,7 +274,7 @@ class PoolDirectory:
         except FileNotFoundError:
             return FIRST_NODE
         except (OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
-            raise WrongFormat(f"{self.node_json} can not be read: {error}") from None
+            raise WrongFormat(f"{self.node_json} cannot be read: {error}") from None
 
     @property
     def member(self) -> str:
@@ -301,7 +301,7 @@ class PoolDirectory:
         except FileNotFoundError:
             raise NotFound(f"{self.path} is not a pool directory (it has no file FORMAT)") from None
         except (OSError, UnicodeDecodeError) as error:
-            raise WrongFormat(f"{self.format} can not be read: {error}") from None
+            raise WrongFormat(f"{self.format} cannot be read: {error}") from None
         if text == BEING_MADE_TEXT:
             raise WrongFormat(
                 f"the making of the pool in {self.path} was interrupted; run the same command (pool create or "

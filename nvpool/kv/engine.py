@@ -214,7 +214,7 @@ class LmdbKv:
             return Mark(0, 0, 0)
         if mark.term > self.options.term:
             raise WrongFormat(
-                f"{self.path} has seen the term {mark.term} and can not be opened under {self.options.term}"
+                f"{self.path} has seen the term {mark.term} and cannot be opened under {self.options.term}"
             )
         return mark
 

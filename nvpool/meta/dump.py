@@ -3,7 +3,7 @@
 Dumps serve for backup, for migration to another format, and for people with grep. The first line is
 {"nvpool_dump": 1, "shard": …}. Each further line is a record with "type": inode, dentry, xattr, orphan,
 collect, intent, identity, bounds, counts, damaged, part, volume, use, attached, trash; or raw, with key and
-value in hex, for a record that can not be read. Numbers are integers, times ns since 1970. Bytes (names,
+value in hex, for a record that cannot be read. Numbers are integers, times ns since 1970. Bytes (names,
 targets, values) are text if they are UTF-8, else the field ends in _hex. Lines come in the order of keys.
 
 Sessions, slots and locks are left out: they belong to clients, which start again after a load. Records of
@@ -303,7 +303,7 @@ _RECORDS: dict[str, Callable[[dict], tuple[bytes, bytes]]] = {
 def line_of(key: bytes, raw: bytes) -> dict:
     """JSON line of a record.
 
-    Its type is raw if the record can not be read, or would not be restored exactly.
+    Its type is raw if the record cannot be read, or would not be restored exactly.
     """
     describe = _LINES.get(records.kind_of(key)) if len(key) > 1 else None
     try:
@@ -323,7 +323,7 @@ def record_of(line: dict) -> tuple[bytes, bytes]:
     except Exception as error:
         # Any failure on a hand-made line (a missing field, a number out of range) is reported to its author.
         raise InvalidRequest(
-            f"a line of the dump can not be read ({type(error).__name__}: {error}): {line!r:.200}"
+            f"a line of the dump cannot be read ({type(error).__name__}: {error}): {line!r:.200}"
         ) from None
     if not 1 < len(key) <= KEY_BYTES_MAX:
         raise InvalidRequest(f"a line of the dump gives a key of {len(key)} bytes")

@@ -57,7 +57,7 @@ class SnapshotBarrier:
 
         On return the other shards have been notified of all committed transactions.
 
-        Busy: another barrier is in progress, or the other shards can not be notified now. InvalidRequest:
+        Busy: another barrier is in progress, or the other shards cannot be notified now. InvalidRequest:
         `number` is 0.
         """
         if not number:

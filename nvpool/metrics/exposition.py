@@ -99,7 +99,7 @@ class Page:
         try:
             samples = msgspec.msgpack.decode(raw, type=_Packed).samples
         except msgspec.MsgspecError as error:
-            raise CorruptFrame(f"a page of metrics can not be read: {error}") from None
+            raise CorruptFrame(f"a page of metrics cannot be read: {error}") from None
         for name, labels, value in samples:
             metric = METRICS.get(name)
             if metric is None or isinstance(value, tuple) != (metric.kind == "histogram"):

@@ -77,7 +77,7 @@ async def serve_metrics(address: str, make_page: MakePage, group: int | None = N
         except OSError as error:
             if not is_logged:
                 log.warning(
-                    "metrics can not be served at %s, which is tried again: %s",
+                    "metrics cannot be served at %s, which is tried again: %s",
                     address,
                     error.strerror or error,
                 )

@@ -134,7 +134,7 @@ STORE_ORPHAN_CHUNKS_LEFT = _gauge(
     "removed yet: a drain waits for them, and nvpool status says why.",
 )
 STORE_FENCED = _gauge(
-    "store_fenced", "1 when the store has stopped serving because it can not vouch for what it holds."
+    "store_fenced", "1 when the store has stopped serving because it cannot vouch for what it holds."
 )
 STORE_LEASE = _gauge(
     "store_lease_left_seconds",

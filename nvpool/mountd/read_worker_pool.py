@@ -100,7 +100,7 @@ class ReadWorkerPool:
     def start(self) -> None:
         """Start the workers. Each is admitted when the engine has received all that the predecessor left.
 
-        If workers can not be started, the mount continues without them, and the log says why.
+        If workers cannot be started, the mount continues without them, and the log says why.
         """
         clones = self._held.clones
         if not self._waiting and not clones:

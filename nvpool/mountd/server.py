@@ -355,7 +355,7 @@ class _Mounted:
             try:
                 identity.refresh()
             except NvpoolError as error:
-                log.error("the renewed certificate can not be used: %s", error)
+                log.error("the renewed certificate cannot be used: %s", error)
 
     def _announce(self, role: str, pid: int, pause_ms: int = 0) -> None:
         identity = identity_of(pid)

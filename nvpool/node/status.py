@@ -260,7 +260,7 @@ class PoolStatus:
     def _can_change(self) -> bool:
         """Whether the pool map can be changed, as far as this node knows."""
         return not any(
-            "can not be changed" in text for text in (self._etcd.problems() if self._etcd is not None else ())
+            "cannot be changed" in text for text in (self._etcd.problems() if self._etcd is not None else ())
         )
 
     def _map_problems(self) -> list[HealthProblem]:
@@ -280,7 +280,7 @@ class PoolStatus:
                     "map",
                     reason,
                     remedy,
-                    "unavailable" if "can not be changed" in text else "degraded",
+                    "unavailable" if "cannot be changed" in text else "degraded",
                     name=f"etcd {at}",
                 )
             )

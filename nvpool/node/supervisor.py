@@ -619,7 +619,7 @@ class Supervisor:
         try:
             return await self._keeper_of_shards.answer(call.method, bytes(call.message))
         except DecodeError:
-            raise InvalidRequest(f"the message of method {call.method} can not be read") from None
+            raise InvalidRequest(f"the message of method {call.method} cannot be read") from None
 
     async def _answer_stop(self, call: Call) -> bytes:
         request = _read(pool_pb2.PoolStopRequest, call)

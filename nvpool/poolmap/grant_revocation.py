@@ -36,7 +36,7 @@ def taken(pool_map: PoolMap, volume: int, member: str, rights: int, now_ms: int,
     grant issued just now. InvalidRequest: rights, volume, member or life are invalid.
     """
     if volume < 0 or not rights or rights & ~ALL or not 0 < life_ms <= LIFE_MS_MAX:
-        raise InvalidRequest(f"rights {rights} to volume {volume} can not be taken for {life_ms} ms")
+        raise InvalidRequest(f"rights {rights} to volume {volume} cannot be taken for {life_ms} ms")
     if member:
         check_member(member)
     new = RevokedRight(volume, member, rights, pool_map.epoch + 1, now_ms + life_ms)

@@ -296,7 +296,7 @@ class Health:
             )
         return HealthProblem(
             "data-unavailable",
-            f"{count} chains have no target that serves: what they hold can not be read or "
+            f"{count} chains have no target that serves: what they hold cannot be read or "
             f"written until one is back of {whose or 'those that were given up'}",
             remedy,
             "unavailable",

@@ -369,7 +369,7 @@ def decode_map(raw: bytes) -> PoolMap:
     try:
         pool_map = msgspec.json.decode(raw, type=PoolMap)
     except msgspec.DecodeError as error:
-        raise CorruptRecord(f"the pool map can not be read: {error}") from None
+        raise CorruptRecord(f"the pool map cannot be read: {error}") from None
     if pool_map.format not in _FORMATS_READ:
         raise WrongFormat(f"the pool map has format {pool_map.format}, this nvpool knows {MAP_FORMAT}")
     if pool_map.format != MAP_FORMAT:

@@ -61,7 +61,7 @@ def external(request: dict | None) -> External | None:
     try:
         return External(members, EtcdCertificates(*(Path(file).read_bytes() for file in files)))
     except OSError as error:
-        raise BadConfiguration(f"{error.filename} can not be read: {error.strerror}") from None
+        raise BadConfiguration(f"{error.filename} cannot be read: {error.strerror}") from None
 
 
 async def check(given: External) -> None:
@@ -112,7 +112,7 @@ async def forget(directory: PoolDirectory, pool_id: str) -> list[str]:
         )
     except (OSError, NvpoolError) as error:
         return [
-            f"the pool's keys are still below {below} in {where}, which can not be asked ({error}): {by_hand}"
+            f"the pool's keys are still below {below} in {where}, which cannot be asked ({error}): {by_hand}"
         ]
     if left:
         return [

@@ -55,7 +55,7 @@ def read_map_location(directory: PoolDirectory) -> MapLocation:
     except FileNotFoundError:
         return MapLocation()
     except (OSError, msgspec.MsgspecError) as error:
-        raise CorruptRecord(f"{directory.path}/coordinator.json can not be read: {error}") from None
+        raise CorruptRecord(f"{directory.path}/coordinator.json cannot be read: {error}") from None
 
 
 def write_map_location(directory: PoolDirectory, location: MapLocation) -> None:

@@ -47,6 +47,6 @@ def decode_error(code: int, raw: Buffer) -> NvpoolError:
     try:
         message.ParseFromString(bytes(raw))
     except DecodeError:
-        return error_class(f"error {code} with a text that can not be read")
+        return error_class(f"error {code} with a text that cannot be read")
     text = message.text or ("" if code in BY_WIRE_CODE else f"error {code}, which this version does not know")
     return error_class(text, may_be_applied=message.may_be_applied, retry_after_s=message.retry_after_s)

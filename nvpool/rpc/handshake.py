@@ -54,7 +54,7 @@ def check_hello(raw: Buffer, greeting: Greeting) -> wire_pb2.Hello:
     try:
         hello.ParseFromString(bytes(raw))
     except DecodeError:
-        raise CorruptFrame("the greeting can not be read") from None
+        raise CorruptFrame("the greeting cannot be read") from None
     hello.name, hello.software = printable(hello.name), printable(hello.software)
     theirs = f"{hello.name!r} ({hello.software or 'unknown software'})"
     ours = f"{greeting.name!r} ({SOFTWARE})"

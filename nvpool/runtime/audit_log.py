@@ -138,7 +138,7 @@ class AuditLog:
             except OSError as error:
                 if str(error) != self._trouble:  # log each reason once
                     self._trouble = str(error)
-                    log.error("the audit log %s can not be written: %s", self._path, error.strerror or error)
+                    log.error("the audit log %s cannot be written: %s", self._path, error.strerror or error)
             text = line.decode()
             log.info("%s", text)
             _send_to_journal(record, text)

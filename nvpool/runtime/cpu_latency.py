@@ -93,7 +93,7 @@ class CpuLatencyRequest:
         try:
             os.write(self._descriptor, struct.pack("=i", limit_us))
         except OSError as error:
-            log.warning("processors can not be kept awake: %s", error.strerror)
+            log.warning("processors cannot be kept awake: %s", error.strerror)
             self.close()
 
     def close(self) -> None:

@@ -216,7 +216,7 @@ async def load_pool_keys(pool_keys: PoolKeys) -> None:
     try:
         await asyncio.get_running_loop().run_in_executor(None, pool_keys.load)
     except BadConfiguration as error:
-        log.error("encrypted volumes can not be used through this daemon: %s", error)
+        log.error("encrypted volumes cannot be used through this daemon: %s", error)
 
 
 def operators_of(config: Config) -> int | None:
@@ -418,7 +418,7 @@ def show_renewed(identity: TlsIdentity | None) -> None:
         try:
             identity.refresh()
         except NvpoolError as error:
-            log.error("the renewed certificate can not be used: %s", error)
+            log.error("the renewed certificate cannot be used: %s", error)
 
 
 async def _watch_map(

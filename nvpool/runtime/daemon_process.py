@@ -268,7 +268,7 @@ def _wait_and_start_heirs(directory: PoolDirectory, stop: Stop) -> None:
             left_to_systemd = False
             continue
         except NvpoolError as error:
-            log.warning("the supervisor can not be watched any more: %s", error)
+            log.warning("the supervisor cannot be watched any more: %s", error)
             return
         try:
             if stop.asked.is_set():

@@ -108,7 +108,7 @@ def attribute_name(name: Any) -> bytes:
         )
     raw = os.fsencode(name)
     if b"\0" in raw:
-        raise ValueError(f"the name of an attribute can not have a null character in it: {name!r}")
+        raise ValueError(f"the name of an attribute cannot have a null character in it: {name!r}")
     return raw
 
 
@@ -203,7 +203,7 @@ def check_opening(
     if "b" in mode:
         return
     if buffering == 0:
-        raise ValueError("a text file can not be unbuffered")
+        raise ValueError("a text file cannot be unbuffered")
     if encoding not in (None, "locale"):
         codecs.lookup(encoding)
     if errors is not None:

@@ -75,7 +75,7 @@ def resolved(place: str) -> str:
         behind = pool_of(mount)
         if behind is None:
             raise NotFound(
-                f"{place} is a mount of the pool {mount.source}, and the process that serves it can not be seen "
+                f"{place} is a mount of the pool {mount.source}, and the process that serves it cannot be seen "
                 f"from here; name the directory of that pool, or HOST:PORT of any of its nodes"
             )
         pool, subtree = behind

@@ -217,7 +217,7 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
         if not isinstance(header, dict) or not isinstance(header.get("shards"), list):
             raise ValueError
     except ValueError:
-        raise CorruptRecord(f"the second line of {file.name} can not be read") from None
+        raise CorruptRecord(f"the second line of {file.name} cannot be read") from None
     return header
 
 

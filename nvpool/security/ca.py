@@ -263,7 +263,7 @@ def _certificate(pem: bytes) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(pem)
     except ValueError as error:
-        raise CorruptRecord(f"a certificate can not be read: {error}") from None
+        raise CorruptRecord(f"a certificate cannot be read: {error}") from None
 
 
 def _private_key(pem: bytes, what: str) -> CertificateIssuerPrivateKeyTypes:
@@ -271,14 +271,14 @@ def _private_key(pem: bytes, what: str) -> CertificateIssuerPrivateKeyTypes:
         # Only `sign` rejects a key that cannot sign.
         return cast("CertificateIssuerPrivateKeyTypes", serialization.load_pem_private_key(pem, None))
     except (ValueError, TypeError) as error:
-        raise CorruptRecord(f"{what} can not be read: {error}") from None
+        raise CorruptRecord(f"{what} cannot be read: {error}") from None
 
 
 def _request(pem: bytes) -> x509.CertificateSigningRequest:
     try:
         asked = x509.load_pem_x509_csr(pem)
     except ValueError as error:
-        raise InvalidRequest(f"the request for a certificate can not be read: {error}") from None
+        raise InvalidRequest(f"the request for a certificate cannot be read: {error}") from None
     key = asked.public_key()
     if (
         not isinstance(key, ec.EllipticCurvePublicKey)

@@ -201,7 +201,7 @@ class TlsIdentity:
             return serves.getpeercert() or {}
         except ssl.SSLError as error:
             raise BadConfiguration(
-                f"our own certificate can not be used: {refusal_of(error) or error}"
+                f"our own certificate cannot be used: {refusal_of(error) or error}"
             ) from None
 
     def own_trouble(self) -> str:
@@ -417,7 +417,7 @@ def _context(shown: TlsMaterial, protocol: ssl._SSLMethod) -> ssl.SSLContext:
     try:
         context.load_verify_locations(cadata=shown.authority.decode())
     except (ssl.SSLError, ValueError) as error:
-        raise BadConfiguration(f"the certificate of the pool's authority can not be used: {error}") from None
+        raise BadConfiguration(f"the certificate of the pool's authority cannot be used: {error}") from None
     _load(context, shown)
     return context
 
@@ -430,4 +430,4 @@ def _load(context: ssl.SSLContext, shown: TlsMaterial) -> None:
         try:
             context.load_cert_chain(file.name)
         except ssl.SSLError as error:
-            raise BadConfiguration(f"our certificate and its key can not be used: {error}") from None
+            raise BadConfiguration(f"our certificate and its key cannot be used: {error}") from None

@@ -206,7 +206,7 @@ def _read_file(path: str) -> str:
                 )
             return file.read(_FILE_BYTES_MAX).decode("ascii")
     except OSError as error:
-        raise BadConfiguration(f"the key file can not be read: {from_os_error(error, path)}") from None
+        raise BadConfiguration(f"the key file cannot be read: {from_os_error(error, path)}") from None
     except UnicodeDecodeError:
         raise BadConfiguration(f"{path} is no key file; make one with: nvpool encryption key FILE") from None
 

@@ -189,7 +189,7 @@ def test_flipped_metadata_byte_affects_one_file(damaged):
     assert lost == ["f13"]
     found = pool.fsck()
     assert found and all(line.startswith("unreadable") for line in found)
-    pool.until(lambda: pool.fsck(repair=True) == [] and pool.fsck() == [], "what can not be read is removed")
+    pool.until(lambda: pool.fsck(repair=True) == [] and pool.fsck() == [], "what cannot be read is removed")
     client = pool.connect()
     (name,) = client.list("/lost+found")
     assert name == f"#{inodes['f13']}" and client.read_bytes(f"/lost+found/{name}") == content(13, BYTES)

@@ -59,7 +59,7 @@ QUICK = {
 }
 LONG = {
     "data's writes come short": Case(DATA, WRITE, SHORT, sees_errors=False),
-    "data can not be read": Case(DATA, READ, sees_errors=None),
+    "data cannot be read": Case(DATA, READ, sees_errors=None),
     "index journal refuses writes": Case(INDEX + "journal", WRITE),
     "index journal is full": Case(INDEX + "journal", WRITE, error=errno.ENOSPC),
     "index is full": Case(INDEX + "data.mdb", WRITE | ALLOCATE, error=errno.ENOSPC, sees_errors=None),

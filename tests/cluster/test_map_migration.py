@@ -166,7 +166,7 @@ def test_map_copy_is_served_without_etcd(made):
         pool_map = keeper.relay.pool_map
         await keeper.close(10.0, asyncio.Event(), stop=True)
         os.rename(made.path / "etcd", made.path / "away")
-        (made.path / "etcd").write_bytes(b"not a directory: etcd can not start")
+        (made.path / "etcd").write_bytes(b"not a directory: etcd cannot start")
         keeper = await _opened(made)
         assert keeper.relay.pool_map == pool_map
         with pytest.raises(Unavailable, match="what has a single copy is served"):

@@ -82,7 +82,7 @@ def test_without_fuse_the_sdk_is_used(place):
     else:
         hidden = ["unshare", "-m", "sh", "-c", 'mount --bind /dev/null /dev/fuse && exec "$@"', "sh"]
         shown = quickstart(place, prefix=hidden).stdout
-    assert "can not be mounted here" in shown and "equal, byte for byte" in shown and "SDK read_many" in shown
+    assert "cannot be mounted here" in shown and "equal, byte for byte" in shown and "SDK read_many" in shown
     assert not os.path.ismount(place / "m")
 
 

@@ -107,7 +107,7 @@ def test_removed_node_restarts_a_member_once(
         pool_map = msgspec.structs.replace(
             found, revoked=(Revoked("9", 1, 5),), etcd=(EtcdMember(found.nodes[0].id, client, client),)
         )
-        answers = [Unavailable("the map can not be changed"), Unavailable("the map can not be changed"), None]
+        answers = [Unavailable("the map cannot be changed"), Unavailable("the map cannot be changed"), None]
 
         async def start_again() -> None:
             started.append(client)

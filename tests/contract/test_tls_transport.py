@@ -400,7 +400,7 @@ def test_authority_refuses_malformed_requests():
 def test_unusable_own_certificate_is_detected():
     with pytest.raises(BadConfiguration, match="has ended"):
         identity("client/x", lives_s=-60).own_member()
-    with pytest.raises(BadConfiguration, match="can not be used"):
+    with pytest.raises(BadConfiguration, match="cannot be used"):
         TlsIdentity(POOL, shown("client/x")._replace(key=request_certificate().key)).own_member()
     with pytest.raises(AccessDenied, match="for the pool"):
         identity("client/x", pool=OTHER).own_member()

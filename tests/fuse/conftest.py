@@ -32,7 +32,7 @@ def why_no_mount() -> str:
     try:
         os.close(os.open("/dev/fuse", os.O_RDWR))
     except OSError as error:
-        return f"/dev/fuse can not be opened: {error.strerror}"
+        return f"/dev/fuse cannot be opened: {error.strerror}"
     return ""
 
 

@@ -79,7 +79,7 @@ def missing() -> str | None:
 
 
 def unreachable(distribution: Distribution) -> str | None:
-    """Why the mirror of `distribution` can not be used from here."""
+    """Why the mirror of `distribution` cannot be used from here."""
     release = f"{distribution.mirror}/dists/{distribution.suite}/Release"
     try:
         with urllib.request.urlopen(release, timeout=ANSWER_S) as answer:

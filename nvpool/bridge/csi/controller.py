@@ -49,9 +49,7 @@ class Controller:
         if objection := csi_requests.first_objection(request.volume_capabilities):
             raise invalid(objection)
         if request.HasField("volume_content_source"):
-            raise invalid(
-                "a volume can not be made from another one or from a snapshot; leave the source out"
-            )
+            raise invalid("a volume cannot be made from another one or from a snapshot; leave the source out")
         if request.mutable_parameters:
             raise invalid("mutable_parameters are not supported; use parameters")
         size, options = (
@@ -60,7 +58,7 @@ class Controller:
         )
         if options.sealed and csi_requests.first_objection(request.volume_capabilities, sealed=True):
             raise invalid(
-                "a volume that is sealed from the beginning can not be written; leave the parameter sealed out, and "
+                "a volume that is sealed from the beginning cannot be written; leave the parameter sealed out, and "
                 f"seal it when it is filled: nvpool volume seal POOL {request.name}"
             )
         await self._check_places(request)

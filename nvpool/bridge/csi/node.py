@@ -55,7 +55,7 @@ class CsiNode:
     # -- staging ---------------------------------------------------------------------------------------------------------
 
     async def NodeStageVolume(self, request: pb.NodeStageVolumeRequest) -> pb.NodeStageVolumeResponse:
-        """Stage the volume. The pool then records the use by this node, so the volume can not be removed."""
+        """Stage the volume. The pool then records the use by this node, so the volume cannot be removed."""
         csi_requests.required(request, "volume_id", "staging_target_path")
         staging = csi_requests.place_of(request, "staging_target_path")
         use = self._use(request)
@@ -125,7 +125,7 @@ class CsiNode:
                 raise precondition(f"the volume {name} is not staged at {staging}; stage it there first")
             if use_of(staged[0]) != use:
                 raise precondition(
-                    f"the volume {name} is staged as {use_of(staged[0])} and can not be published as {use}"
+                    f"the volume {name} is staged as {use_of(staged[0])} and cannot be published as {use}"
                 )
             if published and (use.once or any(use_of(holder).once for holder, _ in published.values())):
                 raise precondition(

@@ -68,7 +68,7 @@ def check_label(pool: str) -> None:
     """Raise BadConfiguration if the name of the pool is not valid as a label of nodes."""
     if not _SEGMENT.fullmatch(pool):
         raise BadConfiguration(
-            f"{shown(pool)} can not be a label of nodes: at most 63 letters, digits and - _ . of ASCII, "
+            f"{shown(pool)} cannot be a label of nodes: at most 63 letters, digits and - _ . of ASCII, "
             "with a letter or digit at both ends; give another one with --csi-pool"
         )
 
@@ -126,7 +126,7 @@ class _Calls(grpc.GenericRpcHandler):
         try:
             request = request_class.FromString(raw)
         except DecodeError:
-            raise invalid("the request can not be read: it is no message of CSI 1") from None
+            raise invalid("the request cannot be read: it is no message of CSI 1") from None
         return await method(request)
 
 
@@ -146,7 +146,7 @@ async def serve_csi(
     `started` is called once the server answers calls; calls are recorded in `counts`. A socket that an
     earlier bridge left at the address is replaced.
 
-    BadConfiguration   the address or the pool's name can not be used
+    BadConfiguration   the address or the pool's name cannot be used
     InUse              another process answers there already
     """
     path = socket_path(address)

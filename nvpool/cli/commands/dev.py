@@ -125,7 +125,7 @@ def up(
     """Create a pool under DIR if there is none, start it, and mount it with --mount. You own the pool and its files.
 
     Returns when the pool serves. May be repeated: an existing pool stays as it is. If you interrupt the command, a new pool is
-    removed again. A pool that existed before stays, and so does a new pool after an error, for example if it can not be
+    removed again. A pool that existed before stays, and so does a new pool after an error, for example if it cannot be
     mounted; a message says what runs.
     """
     from nvpool.cli.dev_up_rollback import DevUpRollback
@@ -250,12 +250,12 @@ def check_place(where: PoolDirectory, mountpoint: str) -> None:
     above = next(path for path in place.parents if os.path.lexists(path))
     if not above.is_dir():
         raise NotADirectory(
-            f"{mountpoint} can not be made to mount the pool at: {above} is not a directory; name an empty "
+            f"{mountpoint} cannot be made to mount the pool at: {above} is not a directory; name an empty "
             f"directory after --mount, or one that can be made"
         )
     if not os.access(above, os.W_OK | os.X_OK):
         raise AccessDenied(
-            f"{mountpoint} can not be made to mount the pool at: this user may make nothing in {above}; name an "
+            f"{mountpoint} cannot be made to mount the pool at: this user may make nothing in {above}; name an "
             f"empty directory after --mount, or have it made"
         )
     check_fuse()

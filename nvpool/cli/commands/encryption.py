@@ -84,7 +84,7 @@ def key(file: Path, add: bool, as_json: bool) -> None:
         return
     click.echo(
         f"pool key {identity_of(new).hex()} made in {file}; keep a copy of the file away from the pool: without it "
-        f"encrypted volumes can not be read"
+        f"encrypted volumes cannot be read"
     )
 
 

@@ -30,7 +30,7 @@ def fsck(pool: str, repair: bool, scrub: bool, as_json: bool) -> int:
     """Check a pool while it serves: the metadata, the chunks that belong to it, and the checksum of every block.
 
     With --repair and the pool's directory as POOL, chunks that belong to no file are removed too. A bad block of the only
-    replica can not be repaired: the command names the file; restore it from a backup.
+    replica cannot be repaired: the command names the file; restore it from a backup.
     """
     from nvpool.cli.pool_connection import directory_of
     from nvpool.cli.pool_path import session

@@ -43,7 +43,7 @@ from nvpool.core.units import format_bytes
 \b
 exit codes:
   0    all is well, apart from dead mounts on this node
-  3    something can not be read or written, or has too few copies, standbys or members, a drain makes no progress, or a
+  3    something cannot be read or written, or has too few copies, standbys or members, a drain makes no progress, or a
        drive is almost full: each problem is printed with its remedy. For some seconds this is also the code after the
        death of a process that restarts by itself: see since
   4    stored data is damaged or lost, and nothing else is wrong

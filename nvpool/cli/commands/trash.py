@@ -108,7 +108,7 @@ examples:
 @click.option("--all", "all_", is_flag=True, help="Purge all entries.")
 @json_option
 def purge(pool: str, volume: str, inode: int | None, all_: bool, as_json: bool) -> None:
-    """Purge one entry of the trash, or all. Purged files can not be restored."""
+    """Purge one entry of the trash, or all. Purged files cannot be restored."""
     if (inode is None) != all_:
         raise click.UsageError("say an INODE, or --all")
     count = carry_out(pool, "trash purge", lambda volumes: volumes.purge(volume, inode or 0))

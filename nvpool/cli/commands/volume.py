@@ -274,7 +274,7 @@ example: nvpool volume resize /srv/pool scratch --size 200GiB
 @files_option
 @json_option
 def resize(pool: str, name: str, size: int | None, files: int | None, as_json: bool) -> None:
-    """Change the quota of a volume, while it is in use. The quota can not be smaller than the use."""
+    """Change the quota of a volume, while it is in use. The quota cannot be smaller than the use."""
     if size is None and files is None:
         raise click.UsageError("say --size or --files")
     _print_volume(

@@ -185,7 +185,7 @@ def drives(paths: list[Path], root: Path = Path("/")) -> Iterator[Check]:
             seen = (
                 "it is not there"
                 if gone
-                else f"it can not be looked at: {getattr(error, 'strerror', None) or error}"
+                else f"it cannot be looked at: {getattr(error, 'strerror', None) or error}"
             )
             yield bad(
                 f"drive {path}",

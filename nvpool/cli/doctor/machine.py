@@ -67,7 +67,7 @@ def fuse_device(root: Path) -> Check:
     except OSError as error:
         return bad(
             "fuse",
-            f"{place} can not be opened: {error.strerror}",
+            f"{place} cannot be opened: {error.strerror}",
             "let root mount the pool, or: chmod 666 /dev/fuse",
         )
     return ok("fuse", f"{place} can be opened")

@@ -149,7 +149,7 @@ def _answered(asked: Iterable[_HostProbe], size: Callable[[_HostProbe], int]) ->
 def looked_at(places: Iterable[tuple[str, int]]) -> Iterator[Path]:
     """Yield the findings for hosts, each given with a port that serves TCP.
 
-    Hosts that can not be reached are left out, because another check reports them. Takes some seconds in all,
+    Hosts that cannot be reached are left out, because another check reports them. Takes some seconds in all,
     independent of the number of hosts that reply.
     """
     asked: list[_HostProbe] = []

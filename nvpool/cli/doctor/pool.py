@@ -36,7 +36,7 @@ def chains(status: dict[str, Any]) -> Check:
         return bad(
             "copies",
             f"{seen['without']} of {seen['total']} chains have no target that serves",
-            "what they hold can not be read: bring back their drives (nvpool drive ls POOL)",
+            "what they hold cannot be read: bring back their drives (nvpool drive ls POOL)",
         )
     if seen["fewer"]:
         return warn(
@@ -205,7 +205,7 @@ def names(endpoints: Iterable[str], ours: Iterable[str]) -> Iterator[Check]:
             yield bad(
                 f"address {host}",
                 "the map says that it is this node's, and this machine has not got it",
-                "give the machine its address again; daemons can not listen without",
+                "give the machine its address again; daemons cannot listen without",
             )
         else:
             yield ok(f"address {host}", "this machine's" if here else "it is found")
@@ -244,7 +244,7 @@ def ports(
         elif wrong and state == "serving":
             yield bad(
                 name,
-                f"it can not be reached from here: {wrong}",
+                f"it cannot be reached from here: {wrong}",
                 "open it in the firewalls between nodes and clients",
             )
         else:

@@ -284,7 +284,7 @@ def _umount(place: str, lazy: bool, deadline_s: float, end_calls_of: str | None 
     try:
         _, said = running.communicate(timeout=max(1.0, deadline_s - SYSTEM_CLOCK.boottime_s()))
     except subprocess.TimeoutExpired:
-        running.kill()  # no wait: it can not exit while the kernel writes pages back through the daemon
+        running.kill()  # no wait: it cannot exit while the kernel writes pages back through the daemon
         if (mounted := mount_at(place)) is not None and mounted.ours:
             raise Unavailable(
                 f"{place} could not be unmounted in time; try: nvpool umount --lazy {place}"

@@ -263,7 +263,7 @@ def remount(wanted: MountRequest) -> None:
 
     there = mount_at(wanted.place)
     if there is None or not there.ours:
-        raise Refused(f"nothing of nvpool is mounted at {wanted.place}, so it can not be remounted")
+        raise Refused(f"nothing of nvpool is mounted at {wanted.place}, so it cannot be remounted")
     if not wanted.flags & _RDONLY and _was_read_only(words_of(wanted.place)):
         raise Refused(
             f"{wanted.place} was mounted read-only, and its process has no right to write; unmount it, and mount it "

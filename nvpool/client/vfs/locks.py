@@ -370,7 +370,7 @@ class FileLocks(VfsBase):
             owned.doubtful[:] = [(0, LAST_BYTE, UNLOCKED)]
             await self._correct_locks(key, owned)
         except NvpoolError as error:
-            log.warning("locks on inode %d can not be given back yet: %s", key.inode, error)
+            log.warning("locks on inode %d cannot be given back yet: %s", key.inode, error)
         finally:
             self._end(key, owned)
 

@@ -81,7 +81,7 @@ class RangeOperations(Files, Attributes):
         ):
             raise NotSupported(f"fallocate with the mode {mode:#x}")
         if offset < 0 or length <= 0:
-            raise InvalidRequest(f"{length} bytes at {offset} can not be allocated")
+            raise InvalidRequest(f"{length} bytes at {offset} cannot be allocated")
         file = handle.file
         _check_locks(file)
         check_range(file.layout, offset, length)
@@ -246,7 +246,7 @@ class RangeOperations(Files, Attributes):
         if to + length > file.paid:
             length = await self.rooms.have(file, to, to + length) - to
         if origin is file and abs(offset - to) < length:
-            raise InvalidRequest("a range can not be copied over itself")
+            raise InvalidRequest("a range cannot be copied over itself")
         pieces = self._pieces(origin, offset, file, to, length)
         runs = (
             await self._runs(origin, offset, offset + length)

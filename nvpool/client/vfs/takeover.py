@@ -79,7 +79,7 @@ class Takeover(Files):
                 self.rooms.take_over(file)
             elif kept.pieces or kept.stored_end:
                 log.error(
-                    "%d writes to inode %d are dropped: it is gone, or can not be asked for",
+                    "%d writes to inode %d are dropped: it is gone, or cannot be asked for",
                     len(kept.pieces),
                     inode,
                 )
@@ -93,7 +93,7 @@ class Takeover(Files):
                 sent_s = self.clock.boottime_s()
                 entry = await self.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
         except NvpoolError as error:
-            log.error("inode %d was open and can not be used any more: %s", inode, error)
+            log.error("inode %d was open and cannot be used any more: %s", inode, error)
             file = OpenInode(Attr(inode=inode, chunk_bits=_LOST_CHUNK_BITS))
             file.lost = True
             if not isinstance(error, (NotFound, Unavailable)):

@@ -296,7 +296,7 @@ class EtcdCoordinator:
             except STREAM_ERRORS as error:
                 log.debug("the watch of etcd restarts: %s", error)
             except NvpoolError as error:
-                log.error("data from etcd can not be used: %s", error)
+                log.error("data from etcd cannot be used: %s", error)
                 pause_s = SILENCE_S
             at = at + 1 if self._clock.boottime_s() - began_s < SILENCE_S else 0
             await asyncio.sleep(pause_s)
@@ -385,7 +385,7 @@ class EtcdCoordinator:
             return  # a valid map otherwise: etcd was recovered and counts revisions from one again
         if problems := problems_of(self.pool_map, new):
             raise CorruptRecord(
-                f"the map with epoch {new.epoch} in etcd can not be used: {'; '.join(problems)}"
+                f"the map with epoch {new.epoch} in etcd cannot be used: {'; '.join(problems)}"
             )
         self._map_revision = kv.mod_revision
         if new.epoch > self.pool_map.epoch:

@@ -46,7 +46,7 @@ def read_sign(leader: rpc.KeyValue | None, sign: rpc.KeyValue | None) -> LeaderH
         )
     except ValueError:
         raise CorruptRecord(
-            f"the heartbeat of node {name}, which leads the pool, can not be read: {sign.value!r}"
+            f"the heartbeat of node {name}, which leads the pool, cannot be read: {sign.value!r}"
         ) from None
 
 

@@ -331,7 +331,7 @@ cdef class CachedReplies:
         return boottime_s() if self._is_system else self._clock.boottime_s()
 
     def next_request(self, Py_ssize_t most):
-        """Read requests of the kernel until one can not be handled here.
+        """Read requests of the kernel until one cannot be handled here.
 
         Returns that one's length; it is in the engine's buffer. -1: no request waits. 0: `most` were handled,
         and there may be more. `taken`: how many requests were handled here. Raises OSError.
@@ -673,7 +673,7 @@ cdef class CachedReplies:
     cdef object hold_leased(self, object inode, bytes grant, double now_s):
         """Compiled `MetadataCache.hold_leased`, for a file under a lease with that grant.
 
-        None: it can not be opened so, and nothing has happened.
+        None: it cannot be opened so, and nothing has happened.
         """
         cdef PyObject *found = PyDict_GetItem(self._attrs, inode)
         cdef bytes listed

@@ -485,7 +485,7 @@ cdef class Creates(PendingReply):
         cdef CreateConnection way = self.way_of(connection)
         if way.count == BURST:
             way.send()
-        # The request starts here: the rest can not fail.
+        # The request starts here: the rest cannot fail.
         slot, sequence = slots.popleft()
         create.session, create.slot, create.sequence, create.epoch = session, slot, <uint64_t>sequence + 1, self.epoch
         create.masked = mode & umask & 0o777  # as Caller.masked

@@ -289,7 +289,7 @@ cdef class SmallFileReads(PendingReply):
         found = PyDict_GetItem(self._pending, lane)
         if found is NULL and (not 0 < <long>lane.target < 128 or self.connection_of(lane) is None):
             return False
-        # The read starts here: the rest can not fail.
+        # The read starts here: the rest cannot fail.
         if is_short:
             assign(file, file_missed, True)
         one = PendingSmallRead.__new__(PendingSmallRead)

@@ -129,7 +129,7 @@ class LocalReadPath(RemoteReadPath):
     def read_otherwise(self, unique: int, handle: int, offset: int, size: int) -> None:
         """Pass a read that was started there to the slow path.
 
-        Soon, not immediately: a task may be running, in which a step can not start.
+        Soon, not immediately: a task may be running, in which a step cannot start.
         """
         self._loop.call_soon(self._read_otherwise, unique, handle, offset, size)
 

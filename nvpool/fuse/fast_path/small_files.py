@@ -80,7 +80,7 @@ class SmallFileReadPath(LocalReadPath):
     # -- called by _small_files ----------------------------------------------------------------------------------------
 
     def small_reads_go_on(self, lane, asked: list) -> None:
-        """Continue, on the slow path, reads that can not be sent there after all."""
+        """Continue, on the slow path, reads that cannot be sent there after all."""
         reads = [self._as_ordinary(one) for one in asked]
         try:
             self._ops.chunks.send(lane, reads)

@@ -100,7 +100,7 @@ def _as_root(mount_point: Path, options: MountOptions, flags: int, words: list[s
     try:
         descriptor = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise Unavailable(f"{DEVICE} can not be opened: {error.strerror}") from None
+        raise Unavailable(f"{DEVICE} cannot be opened: {error.strerror}") from None
     words = [
         f"fd={descriptor}",
         f"rootmode={stat.S_IFDIR:o}",

@@ -42,7 +42,7 @@ def clone(descriptor: int) -> int:
             os.close(other)
             raise
     except OSError as error:
-        raise Unavailable(f"{DEVICE} can not be opened a second time: {error.strerror}") from None
+        raise Unavailable(f"{DEVICE} cannot be opened a second time: {error.strerror}") from None
     return other
 
 

@@ -1,4 +1,4 @@
-"""Kernel engine with a request log, for kernels that can not resend requests.
+"""Kernel engine with a request log, for kernels that cannot resend requests.
 
 Those are the kernels of Linux before 6.9.
 

@@ -141,7 +141,7 @@ class _Named:
 
 
 async def _nothing(names: Iterable[Place], inodes: Iterable[int]) -> None:
-    """Default of an engine that can not invalidate."""
+    """Default of an engine that cannot invalidate."""
 
 
 class CachedOps:

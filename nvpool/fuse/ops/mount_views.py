@@ -96,13 +96,13 @@ async def directory_at(vfs, path: str) -> int:
         try:
             attr = await vfs.lookup(inode, name)
         except NotFound:
-            raise NotFound(f"{walked} does not exist in the pool, so it can not be mounted") from None
+            raise NotFound(f"{walked} does not exist in the pool, so it cannot be mounted") from None
         if stat.S_ISLNK(attr.mode):
             raise NotADirectory(
                 f"{walked} is a symbolic link, and those are not followed: mount what it leads to"
             )
         if not stat.S_ISDIR(attr.mode):
-            raise NotADirectory(f"{walked} is not a directory, so it can not be mounted")
+            raise NotADirectory(f"{walked} is not a directory, so it cannot be mounted")
         inode = attr.inode
     return inode
 
@@ -128,7 +128,7 @@ class SubtreeOps(FuseOps):
     async def lookup(self, parent: int, name: bytes):
         # only for exported file systems; a subtree must not be exported, because file handles know no root
         if name in DOTS:
-            raise NotSupported("a subtree can not be exported")
+            raise NotSupported("a subtree cannot be exported")
         return await super().lookup(self._here(parent), name)
 
     async def link(self, inode: int, parent: int, name: bytes, caller):

@@ -54,7 +54,7 @@ Their number is 1, 2, 4, … for each timeout. One full wait in 65 writes costs 
 
 
 async def _nothing(*_) -> None:
-    """Default of an engine that can not do this."""
+    """Default of an engine that cannot do this."""
 
 
 class PageCacheBypass:

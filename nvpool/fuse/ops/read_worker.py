@@ -3,7 +3,7 @@
 The serving process publishes an open file (fuse/ops/handles) before the kernel gets the reply to the open,
 and withdraws it before anybody can have changed the file. So a file that a worker opens later has the state
 that the kernel was given, for as long as it is published. Used by `fuse/kernel/read_worker`; the serving process
-reads everything that a worker can not read.
+reads everything that a worker cannot read.
 """
 
 from __future__ import annotations

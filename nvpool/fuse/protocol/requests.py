@@ -28,7 +28,7 @@ NAME_BYTES_MAX = 1024
 class Malformed(Exception):
     """Bytes that are not a valid request.
 
-    `unique` identifies the request to reply to; 0 if it can not be read.
+    `unique` identifies the request to reply to; 0 if it cannot be read.
     """
 
     def __init__(self, unique: int, reason: str) -> None:

@@ -73,7 +73,7 @@ class MemberKv(LmdbKv):
         if self._keep is not None:
             if not base.sequence <= self._keep <= last.sequence:
                 raise InvalidRequest(
-                    f"{self.path} can not go back to change {self._keep}: "
+                    f"{self.path} cannot go back to change {self._keep}: "
                     f"it has {base.sequence} to {last.sequence}"
                 )
             records = [record for record in records if record.sequence <= self._keep]
@@ -118,7 +118,7 @@ class MemberKv(LmdbKv):
         """
         sequence = self._sequence + 1
         if record.sequence != sequence:
-            raise InvalidRequest(f"change {record.sequence} can not follow {self._sequence}")
+            raise InvalidRequest(f"change {record.sequence} cannot follow {self._sequence}")
         changed = dict(record.effects)
         self.begin_term(record.term)
         raw = encode(record.term, self._journal.generation, sequence, changed)

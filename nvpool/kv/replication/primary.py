@@ -489,7 +489,7 @@ class Shipping:
                     return
                 except NvpoolError as error:
                     if peer.reason != str(error):
-                        log.warning("member %d can not be taken out of the map: %s", peer.number, error)
+                        log.warning("member %d cannot be taken out of the map: %s", peer.number, error)
                     peer.reason = str(error)
                     await asyncio.sleep(self._options.retry_s)
             if not peer.counts:

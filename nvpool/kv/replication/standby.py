@@ -138,7 +138,7 @@ class StandbyKv:
             try:
                 self._peek()
             except NvpoolError as error:
-                return "away", f"its records can not be read: {error}"
+                return "away", f"its records cannot be read: {error}"
             self._looked_at = True
         return ("lost", f"its records are damaged: {self._damage}") if self._damage else ("standby", "")
 
@@ -247,7 +247,7 @@ class StandbyKv:
                 await self._close_engine()
                 if not is_whole(self.path):
                     raise CorruptRecord(
-                        f"{self.path} holds no whole records, so this member can not become the primary"
+                        f"{self.path} holds no whole records, so this member cannot become the primary"
                     )
                 self.kv = await MemberKv.open_member(
                     self.path,

@@ -119,7 +119,7 @@ class OtherRecords:
         if now not in (records.ORPHAN_VALUE, records.ORPHAN_COUNTED):
             self._found(
                 "undecodable",
-                f"the record of orphan {number} can not be read",
+                f"the record of orphan {number} cannot be read",
                 lambda: [(key, records.ORPHAN_VALUE)],
             )
         if number not in self._collector.orphans:

@@ -8,14 +8,14 @@ are summed up from the snapshot. An inode whose sums are even is forgotten at th
 memory holds the directories and renamed files, not all files. A sum that remains at the end is an error by
 exactly that difference, whatever has changed since, and the repair applies the difference.
 
-With several shards, each shard reports the sums that it can not settle itself, the directories of other
+With several shards, each shard reports the sums that it cannot settle itself, the directories of other
 shards that its climbs have reached, and copies of attributes; the client combines them (`sdk/fsck/check`). If
 a partition is no longer ours when the walk reaches it, or is closed for migration, its records are only
 counted, and it is reported as `passed`. Its new owner is then asked to check this partition alone, in its
 state at that time.
 
-A repair loses no readable data. Inodes without a name, and entries that can not stay, are moved to
-/lost+found under their number. Records that can not be decoded are stored under another key
+A repair loses no readable data. Inodes without a name, and entries that cannot stay, are moved to
+/lost+found under their number. Records that cannot be decoded are stored under another key
 (records.damaged_key). Used by `meta/server/service`.
 """
 
@@ -157,7 +157,7 @@ class Fsck(OtherRecords, VolumeChecks):
         self.pending: list[tuple[int, Mend]] = []
         """Repairs that need other shards, with the indexes of their problems in this step's list."""
         self.sums: list[Sum] = []
-        """Sums of this step that one shard of several can not settle alone."""
+        """Sums of this step that one shard of several cannot settle alone."""
         self._problems: list[ShardProblem] = []
         self._sums: dict[int, list[int]] = {}
         self._misplaced: dict[int, bytes] = {}
@@ -218,11 +218,11 @@ class Fsck(OtherRecords, VolumeChecks):
                     continue
                 try:
                     check(key, raw)
-                except CorruptRecord as error:  # a related record can not be read
+                except CorruptRecord as error:  # a related record cannot be read
                     self._unread += 1
                     self._found(
                         "unreadable",
-                        f"what belongs to the record {key.hex()} can not be checked: {error}",
+                        f"what belongs to the record {key.hex()} cannot be checked: {error}",
                         None,
                     )
             if self._walk.done:
@@ -231,7 +231,7 @@ class Fsck(OtherRecords, VolumeChecks):
                     self._found(
                         "unreadable",
                         f"{self._unread} records could not be checked, so links are not counted: "
-                        "let repair remove what can not be read, then check again",
+                        "let repair remove what cannot be read, then check again",
                         None,
                     )
                 else:
@@ -358,7 +358,7 @@ class Fsck(OtherRecords, VolumeChecks):
             )
 
     def _current(self, number: int) -> Inode | None:
-        """Present record of the inode; None if it does not exist, is not in this shard, or can not be
+        """Present record of the inode; None if it does not exist, is not in this shard, or cannot be
         read."""
         if not self.is_here(partition_of(number)):
             return None

@@ -245,7 +245,7 @@ class Collector:
     def _uncount(self, inode: records.Inode, counted: dict[int, QuotaAccount]) -> bool:
         """Remove an inode from the usage of its volume.
 
-        False: it can not be deleted yet, because it is the root of an existing volume, or because a
+        False: it cannot be deleted yet, because it is the root of an existing volume, or because a
         cross-shard transaction has locked the usage.
         """
         if inode.number == inode.volume:

@@ -156,7 +156,7 @@ class MigrationDestination:
             if request.number not in (coming.number, coming.number + 1) or (
                 coming.whole and request.number > coming.number
             ):
-                raise InvalidRequest(f"message {request.number} can not follow {coming.number}")
+                raise InvalidRequest(f"message {request.number} cannot follow {coming.number}")
             if request.number == coming.number + 1:
                 await self._lay(request, coming, payload)
             if request.step == MoveRequest.END:

@@ -247,7 +247,7 @@ class MigrationSource:
         )
 
     async def _until_known(self, destination: int, partitions: tuple[int, ...], epoch: int) -> bool:
-        """Whether the destination owns the partitions now. Fenced: this can not be known in this term."""
+        """Whether the destination owns the partitions now. Fenced: this cannot be known in this term."""
         tries = 0
         while True:
             try:
@@ -270,7 +270,7 @@ class MigrationSource:
         if tries:
             # An earlier request may still be carried out, but not in a later term, with which the next
             # process starts.
-            raise Fenced("whether the partitions are another shard's can not be known in this term")
+            raise Fenced("whether the partitions are another shard's cannot be known in this term")
         return False
 
 

@@ -19,7 +19,7 @@ def allocate(view: View, request: meta_pb2.AllocateRequest, now_ns: int) -> Draf
     if inode.is_directory:
         raise IsADirectory(f"inode {inode.number} is a directory")
     if not inode.is_file or not request.length:
-        raise InvalidRequest(f"{request.length} bytes of inode {inode.number} can not be allocated")
+        raise InvalidRequest(f"{request.length} bytes of inode {inode.number} cannot be allocated")
     check_range(inode.layout, request.offset, request.length)
     end = request.offset + request.length
     if request.grow and end > inode.size:

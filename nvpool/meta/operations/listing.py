@@ -62,7 +62,7 @@ def _part(
 ) -> Generator[None, None, tuple[meta_pb2.ListDirReply, int]]:
     """Reply with up to `limit` entries, and the cursor behind all of them.
 
-    Entries that can not be shown are left out of the reply.
+    Entries that cannot be shown are left out of the reply.
     """
     from_hash, leave_out = cursor_parts(request.cursor)
     if request.name:
@@ -285,7 +285,7 @@ def _packed(places: list[tuple[bytes, int, int, int]], inodes: list[tuple], leas
 
 
 def _inodes(view: View, numbers: list[int]) -> list[tuple | None]:
-    """`inode_fields` of each inode; None if it does not exist or can not be read."""
+    """`inode_fields` of each inode; None if it does not exist or cannot be read."""
     try:
         raws = view.get_many(list(map(records.inode_key, numbers)))
     except CorruptRecord:  # one record is damaged: the others are shown

@@ -50,4 +50,4 @@ def check_range(request: meta_pb2.LockRequest | meta_pb2.LocksRequest) -> None:
     if not request.start <= request.end <= LAST_BYTE or (
         request.kind == WHOLE and request.end - request.start < LAST_BYTE
     ):
-        raise InvalidRequest(f"bytes {request.start} to {request.end} can not be locked")
+        raise InvalidRequest(f"bytes {request.start} to {request.end} cannot be locked")

@@ -349,7 +349,7 @@ def names(view: View, request: meta_pb2.NamesRequest) -> meta_pb2.NamesReply:
     Entries are stored by directory and name, so this is a search, one for all of the inodes. It is short at
     its start: an inode is created in the partition of its first name, and most of its later names are there
     too. Unreadable entries are left out (fsck handles them). InvalidRequest: a number can be no inode.
-    CorruptRecord: the search can not continue.
+    CorruptRecord: the search cannot continue.
     """
     fits = len(request.inodes) <= 8 * NAMES_INODES_MAX
     wanted = set(read_write_codec.unpack_inodes(request.inodes)) if fits else set()

@@ -86,7 +86,7 @@ def _check_volume(inode: Inode, parent: Inode, name: bytes, new_parent: Inode) -
 def _replace(draft: Draft, moved: Inode, other: Inode, new_parent: Inode, name: bytes) -> None:
     if moved.is_directory:
         if not other.is_directory:
-            raise NotADirectory("a directory can not replace what is none")
+            raise NotADirectory("a directory cannot replace what is none")
         check_empty(draft, other)
         new_parent.links -= 1
     elif other.is_directory:
@@ -116,7 +116,7 @@ def _check_loop(draft: Draft, inode: Inode, new_parent: Inode) -> None:
         at = view.ancestor(at.number)
     for _ in range(DEPTH_MAX):
         if at.number == inode.number:
-            raise WouldLoop("a directory can not move below itself")
+            raise WouldLoop("a directory cannot move below itself")
         if at.number == ROOT_INODE:
             return
         at = view.ancestor(at.parent)

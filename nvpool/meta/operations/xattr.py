@@ -36,7 +36,7 @@ def check_name(name: bytes) -> None:
     if not name.startswith(_SPACES) and name not in acl.NAMES:
         raise NotSupported(f"attributes are kept in user, trusted and security, not as {name!r}")
     if name in _SPACES or b"\0" in name:
-        raise InvalidRequest(f"{name!r} can not be the name of an attribute")
+        raise InvalidRequest(f"{name!r} cannot be the name of an attribute")
 
 
 def setxattr(view: View, request: meta_pb2.SetXattrRequest, now_ns: int) -> Draft:

@@ -1098,7 +1098,7 @@ def recoded(uint64_t number, bytes raw):
 
 
 def entry_of(uint32_t partition, bytes raw):
-    """Inode number in a directory entry of that partition; 0 if it can not be decoded."""
+    """Inode number in a directory entry of that partition; 0 if it cannot be decoded."""
     return decode_dentry(partition, raw)
 
 

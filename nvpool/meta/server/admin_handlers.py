@@ -95,7 +95,7 @@ class AdminHandlers:
                 try:
                     await self._mend(partial(undivided, number=records.part_of_key(key)[0]))
                 except NvpoolError as error:
-                    _log.info("a part of a directory can not be given back yet: %s", error)
+                    _log.info("a part of a directory cannot be given back yet: %s", error)
 
     def _reply_in_steps(self, call: Call, steps: Iterator, note: Callable[[Any], None] | None = None) -> None:
         """Run a generator of reply steps. `note` is called with the reply before the reply is sent."""

@@ -1,9 +1,9 @@
-"""Commit gate: holds back a primary's answer until the answer can not be undone.
+"""Commit gate: holds back a primary's answer until the answer cannot be undone.
 
 An answer is sent when every change that it may reflect is on all standbys that count, and the primary lease
 is still valid at that moment. Requests are decided without waiting, one on top of the other, and each answer
 waits for the last change that existed when the answer was made. So no client learns of a change that a
-promotion could undo. The primary lease is checked last, so that a process that was stopped for a while can not answer
+promotion could undo. The primary lease is checked last, so that a process that was stopped for a while cannot answer
 from an outdated state. A shard without standbys has no gate. Used by `meta/server/shard_member`.
 """
 
@@ -95,7 +95,7 @@ class _HeldCall:
         return self._call.cancelled
 
     def room(self, byte_count: int) -> memoryview | None:
-        return None  # the answer is sent later, so it can not be built in place
+        return None  # the answer is sent later, so it cannot be built in place
 
     def reply(self, message: Buffer = b"", payload: Sequence[Buffer] = ()) -> None:
         if not self._answered:

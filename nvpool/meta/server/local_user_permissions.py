@@ -20,7 +20,7 @@ which user it is made, that user is believed, except that root counts as nobody.
 for SOMEBODY: any user of that client but root. Such a request gets a grant only for what everybody may read
 or write.
 
-All metadata must be in one shard, because a path over several shards can not be checked in one step. Used by
+All metadata must be in one shard, because a path over several shards cannot be checked in one step. Used by
 `meta/server/service`, on its thread.
 """
 
@@ -83,7 +83,7 @@ is."""
 
 
 def check_shards(view: View) -> None:
-    """AccessDenied: this shard does not have all metadata, so paths of users can not be checked."""
+    """AccessDenied: this shard does not have all metadata, so paths of users cannot be checked."""
     if view.owners:
         raise AccessDenied(
             "the metadata of this pool is in several shards, so users without the rights of a node reach it "
@@ -150,7 +150,7 @@ class LocalUsers:
     def check_volume(
         self, view: View, credentials: Credentials, request: pb.VolumeRequest | pb.VolumeRoomRequest
     ) -> None:
-        """AccessDenied: the user can not reach the volume, or the request would change it.
+        """AccessDenied: the user cannot reach the volume, or the request would change it.
 
         The key of an encrypted volume is only for users who may enter the volume.
         """

@@ -162,7 +162,7 @@ class StandbyService:
                     f"member {self._member} is a standby of shard {self._shard}; its primary is in the newest map"
                 )
         except DecodeError as error:
-            call.fail(InvalidRequest(f"the message of method {call.method} can not be read: {error}"))
+            call.fail(InvalidRequest(f"the message of method {call.method} cannot be read: {error}"))
         except Exception as error:
             call.fail(error)
 
@@ -251,7 +251,7 @@ class PrimaryService:
             request = kind.FromString(bytes(call.message))
             self._check(request.authority)
         except DecodeError as error:
-            call.fail(InvalidRequest(f"the message of method {call.method} can not be read: {error}"))
+            call.fail(InvalidRequest(f"the message of method {call.method} cannot be read: {error}"))
         except NvpoolError as error:
             call.fail(error)
         else:

@@ -126,7 +126,7 @@ class MetaService(AdminHandlers, SessionHandlers, VolumeHandlers):
         self._background: set[asyncio.Task] = set()
         self._counters: dict[str, float] = {"requests": 0, "changes": 0, "repeated": 0, "refused": 0}
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Future that fails when the service can not continue (a fenced engine, a failed background task);
+        """Future that fails when the service cannot continue (a fenced engine, a failed background task);
         the daemon exits."""
         self.died.add_done_callback(lambda died: died.cancelled() or died.exception())
         self._routes: dict[int, Callable[[Call], None]] = self._make_routes()
@@ -396,7 +396,7 @@ class MetaService(AdminHandlers, SessionHandlers, VolumeHandlers):
                 self._die(error)
             call.fail(error)
         except DecodeError as error:
-            call.fail(InvalidRequest(f"the message of method {call.method} can not be read: {error}"))
+            call.fail(InvalidRequest(f"the message of method {call.method} cannot be read: {error}"))
         except Exception as error:
             call.fail(error)
         finally:

@@ -120,7 +120,7 @@ class ShardMember:
         make_service: Callable[[MemberKv], MetaService],
         fail: Callable[[str], None],
     ) -> None:
-        """`fail(reason)` ends the process, which can not continue in its role."""
+        """`fail(reason)` ends the process, which cannot continue in its role."""
         self._options = options
         self._map = pool_map
         self._dialer = dialer
@@ -251,7 +251,7 @@ class ShardMember:
         if self._shard.id != self._options.shard or self._closed:
             return
         if self._lost and self._is_primary:
-            self._fail(f"this member can not become the primary: {self._lost}")
+            self._fail(f"this member cannot become the primary: {self._lost}")
         elif self.standby is not None:
             if self._is_primary and not self._promoting:
                 self._promoting = True
@@ -329,7 +329,7 @@ class ShardMember:
                 error,
                 exc_info=not isinstance(error, NvpoolError) and error,
             )
-            self._fail(f"the member can not go on: {error}")
+            self._fail(f"the member cannot go on: {error}")
 
     def measure(self, page: Page) -> None:
         if self.service is not None:
@@ -542,7 +542,7 @@ class ShardMember:
             except (Unavailable, StaleTerm) as error:
                 if str(error) != said:
                     log.info(
-                        "member %d of shard %d can not begin yet: %s",
+                        "member %d of shard %d cannot begin yet: %s",
                         self._options.member,
                         self._options.shard,
                         error,
@@ -568,7 +568,7 @@ class ShardMember:
             return whole_term(self._options.mark, self._options.path)
         except NvpoolError as error:
             log.warning(
-                "the records of member %d can not be compared with its commit mark: %s",
+                "the records of member %d cannot be compared with its commit mark: %s",
                 self._options.member,
                 error,
             )
@@ -612,6 +612,6 @@ class ShardMember:
                 )
             # no request was sent; kv/replication/primary relies on this certainty
             except Unreachable as error:
-                raise NotLeader(f"the supervisor of this node can not be reached: {error}") from None
+                raise NotLeader(f"the supervisor of this node cannot be reached: {error}") from None
         reply = await self._call_keeper(wire.META_STANDBY, request, pb.StandbyReply, 5.0)
         self.update_map(decode_map(reply.map))

@@ -164,7 +164,7 @@ class SessionHandlers:
         """Those of the inodes that the session may state as open.
 
         An open inode keeps a deleted file, and keeps its volume from being sealed or removed. So a client
-        that is no node opens nothing in volumes that it may not see, and a user nothing that the user can not
+        that is no node opens nothing in volumes that it may not see, and a user nothing that the user cannot
         reach (LocalUsers.openable). Yields wherever other requests should get their turn.
         """
         owner, user = self._owner(call), self._user(call)

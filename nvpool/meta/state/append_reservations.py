@@ -3,7 +3,7 @@
 A reservation gives a client the bytes behind the file's end, but does not move the end: the file grows when
 the client reports that the stores have the bytes. Until then other clients that append wait, so no reader
 ever sees a size that covers bytes which are still on their way. The wait is bounded by APPEND_S: a client
-that died, hangs, or can not store for longer loses its turn. The next record is then placed behind its
+that died, hangs, or cannot store for longer loses its turn. The next record is then placed behind its
 reservation, which reads as zeros until it is written.
 
 The reservation itself is durable (`Inode.reserved`); the waits are in memory only. After a restart, or a

@@ -68,7 +68,7 @@ def encode_coming(coming: IncomingMigration) -> bytes:
 
 def decode_coming(raw: bytes) -> IncomingMigration:
     if len(raw) < _COMING.size or (len(raw) - _COMING.size) % 2 or raw[0] != _VERSION:
-        raise CorruptRecord("the record of a hand-over can not be read")
+        raise CorruptRecord("the record of a hand-over cannot be read")
     _, term, attempt, number, inodes, whole = _COMING.unpack_from(raw)
     count = (len(raw) - _COMING.size) // 2
     return IncomingMigration(
@@ -106,5 +106,5 @@ def encode_seen(epoch: int) -> bytes:
 
 def decode_seen(raw: bytes) -> int:
     if len(raw) != _SEEN.size or raw[0] != _VERSION:
-        raise CorruptRecord("the epoch of the last hand-over can not be read")
+        raise CorruptRecord("the epoch of the last hand-over cannot be read")
     return _SEEN.unpack(raw)[1]

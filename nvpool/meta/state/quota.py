@@ -158,7 +158,7 @@ def _purging(record: VolumeRecord) -> str:
 
 
 def account(view: QuotaRecords, number: int) -> QuotaAccount | None:
-    """Account of a volume; None if its records can not be read: then nothing is counted, and fsck reports
+    """Account of a volume; None if its records cannot be read: then nothing is counted, and fsck reports
     it."""
     try:
         return QuotaAccount(view, number)

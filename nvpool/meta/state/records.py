@@ -519,7 +519,7 @@ def decode_dentry(partition: int, raw: bytes) -> tuple[int, int]:
     kind = head & 15
     number = int.from_bytes(raw[1:], "big")
     if head >> 4 != _VERSION or kind not in KINDS or not 2 <= len(raw) <= 9 or not 0 < number < 1 << 63:
-        raise CorruptRecord("a directory entry can not be read")
+        raise CorruptRecord("a directory entry cannot be read")
     return (number, kind) if len(raw) == 9 else (partition << COUNTER_BITS | number, kind)
 
 
@@ -574,7 +574,7 @@ XATTR_HEAD = bytes((_VERSION,))
 
 def _fields(layout: struct.Struct, raw: bytes, what: str) -> tuple:
     if len(raw) != layout.size or raw[0] != _VERSION:
-        raise CorruptRecord(f"{what} can not be read")
+        raise CorruptRecord(f"{what} cannot be read")
     return layout.unpack_from(raw)[1:]
 
 
@@ -597,12 +597,12 @@ def decode_collect(raw: bytes) -> Collect:
 
 def decode_orphan(raw: bytes) -> None:
     if raw not in (ORPHAN_VALUE, ORPHAN_COUNTED):
-        raise CorruptRecord("the record of an orphan can not be read")
+        raise CorruptRecord("the record of an orphan cannot be read")
 
 
 def decode_xattr(raw: bytes) -> bytes:
     if raw[:1] != XATTR_HEAD:
-        raise CorruptRecord("an extended attribute can not be read")
+        raise CorruptRecord("an extended attribute cannot be read")
     return raw[1:]
 
 

@@ -68,11 +68,11 @@ def encode_session(record: SessionRecord) -> bytes:
 def decode_session(raw: bytes) -> SessionRecord:
     kind = raw[0] - _VERSION if raw else -1
     if not 0 <= kind < 4:
-        raise CorruptRecord("a session can not be read")
+        raise CorruptRecord("a session cannot be read")
     watches, identified = bool(kind & 1), bool(kind & 2)
     at = _SESSION.size + 8 * identified
     if len(raw) < at:
-        raise CorruptRecord("a session can not be read")
+        raise CorruptRecord("a session cannot be read")
     _, secret, opened_ns = _SESSION.unpack_from(raw)
     client, bound, owner = raw[at:].partition(_END_OF_CLIENT)
     return SessionRecord(
@@ -92,7 +92,7 @@ def encode_slot(sequence: int, waits_for: int, answer: bytes, mark: int | None =
 
 def decode_slot(raw: bytes) -> SlotRecord:
     if len(raw) < _SLOT.size or raw[0] != _VERSION:
-        raise CorruptRecord("a slot can not be read")
+        raise CorruptRecord("a slot cannot be read")
     _, sequence, waits_for = _SLOT.unpack_from(raw)
     answer = raw[_SLOT.size :]
     if answer[-_MARK.size : -4] == _MARK_TAG:

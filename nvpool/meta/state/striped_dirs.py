@@ -97,7 +97,7 @@ def encode_part(part: StripeView) -> bytes:
 
 def decode_part(key: bytes, raw: bytes) -> StripeView:
     if len(raw) != _PART.size or raw[0] != _VERSION:
-        raise CorruptRecord(f"the part {key.hex()} of a directory can not be read")
+        raise CorruptRecord(f"the part {key.hex()} of a directory cannot be read")
     number, shard = records.part_of_key(key)
     _, flags, mode, uid, gid, table, chunk_bits, *counts = _PART.unpack(raw)
     return part_of(

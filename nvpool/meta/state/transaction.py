@@ -301,7 +301,7 @@ class View:
         if len(name) > NAME_BYTES_MAX:  # first: the other text quotes the name
             raise NameTooLong(f"a name has {NAME_BYTES_MAX} bytes at most, not {len(name)}")
         if not name or name in (b".", b"..") or b"/" in name or b"\0" in name:
-            raise InvalidRequest(f"{name!r} can not be a name")
+            raise InvalidRequest(f"{name!r} cannot be a name")
         name_hash = self.name_hash(directory.number, name)
         partition = partition_of_name(directory.number, bool(directory.flags & records.WIDE), name_hash)
         if self.owners:
@@ -466,7 +466,7 @@ class Draft:
         self.dirty[directory.number] = directory
 
     def account(self, volume: int) -> QuotaAccount | None:
-        """Account of a volume that this change updates; None if it can not be read."""
+        """Account of a volume that this change updates; None if it cannot be read."""
         if self.accounts is None:
             self.accounts = {}
         found = self.accounts.get(volume)

@@ -91,9 +91,9 @@ def decode_held(raw: bytes) -> tuple[int, list[bytes]]:
             at += _LENGTH.size + length
             keys.append(raw[at - length : at])
     except struct.error:
-        raise CorruptRecord("a hold can not be read") from None
+        raise CorruptRecord("a hold cannot be read") from None
     if version != _VERSION or at != len(raw):
-        raise CorruptRecord("a hold can not be read")
+        raise CorruptRecord("a hold cannot be read")
     return order, keys
 
 
@@ -131,7 +131,7 @@ def decode_decision(raw: bytes) -> Decision:
                     raise struct.error
                 effects.append((key, value))
     except struct.error:
-        raise CorruptRecord("a decision over several shards can not be read") from None
+        raise CorruptRecord("a decision over several shards cannot be read") from None
     if version != _VERSION or turn > TURN_HERE or at != len(raw):
-        raise CorruptRecord("a decision over several shards can not be read")
+        raise CorruptRecord("a decision over several shards cannot be read")
     return Decision(turn, by_shard)

@@ -175,14 +175,14 @@ def decode_volume(raw: bytes) -> VolumeRecord:
             wrapped_key,
         )
     except (struct.error, IndexError, UnicodeDecodeError):
-        raise CorruptRecord("the record of a volume can not be read") from None
+        raise CorruptRecord("the record of a volume cannot be read") from None
     if (
         version != _VERSION
         or at != len(raw)
         or flags > SEALED | LISTED | REMOVING | ENCRYPTED
         or encode_volume(volume) != raw
     ):
-        raise CorruptRecord("the record of a volume can not be read")
+        raise CorruptRecord("the record of a volume cannot be read")
     return volume
 
 
@@ -192,7 +192,7 @@ def encode_use(use: VolumeUse) -> bytes:
 
 def decode_use(raw: bytes) -> VolumeUse:
     if len(raw) != _USE.size or raw[0] != _VERSION:
-        raise CorruptRecord("the use of a volume can not be read")
+        raise CorruptRecord("the use of a volume cannot be read")
     return VolumeUse(*_USE.unpack(raw)[1:])
 
 
@@ -203,7 +203,7 @@ def encode_attached(since_ns: int) -> bytes:
 def decode_attached(raw: bytes) -> int:
     """Time since which the volume is attached, in ns."""
     if len(raw) != _ATTACHED.size or raw[0] != _VERSION:
-        raise CorruptRecord("an attachment of a volume can not be read")
+        raise CorruptRecord("an attachment of a volume cannot be read")
     return _ATTACHED.unpack(raw)[1]
 
 
@@ -213,5 +213,5 @@ def encode_trashed(entry: Trashed) -> bytes:
 
 def decode_trashed(raw: bytes) -> Trashed:
     if not _TRASHED.size < len(raw) <= _TRASHED.size + NAME_BYTES_MAX or raw[0] != _VERSION:
-        raise CorruptRecord("an entry of a volume's trash can not be read")
+        raise CorruptRecord("an entry of a volume's trash cannot be read")
     return Trashed(*_TRASHED.unpack_from(raw)[1:], raw[_TRASHED.size :])

@@ -317,7 +317,7 @@ class TransactionCoordinator:
     ) -> tuple[dict[bytes, bytes | None], Decision | None]:
         """Split the draft: our effects, with the decision among them, and the decision.
 
-        The decision is None if no other shard has effects. A caller that can not apply them calls
+        The decision is None if no other shard has effects. A caller that cannot apply them calls
         `not_written` if it is certain that nothing was written. An engine that fails may have written them.
         """
         ours: dict[bytes, bytes | None] = {}
@@ -364,7 +364,7 @@ class TransactionCoordinator:
         task.add_done_callback(self._settling.discard)
 
     async def _settle_all(self, span: TransactionId, decision: Decision) -> None:
-        # Only after the commit is durable: effects at other shards can not be undone.
+        # Only after the commit is durable: effects at other shards cannot be undone.
         await durable(self._kv)
         shards = list(decision.effects)
         last = [shards.pop()] if decision.turn == TURN_LAST else []

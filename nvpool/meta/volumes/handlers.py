@@ -495,7 +495,7 @@ class VolumeHandlers:
 
         `asker`: caller whose right is checked after the recall; None: the shard itself. AccessDenied,
         ReadOnly: it has lost the right, or the volume was sealed. Held, WrongShard, Unavailable: this shard
-        can not purge them now.
+        cannot purge them now.
         """
         if not await self._may_change(volume, session, lambda: inodes):
             self._check_here(volume)
@@ -574,7 +574,7 @@ class VolumeHandlers:
             except LockedRecord:
                 continue  # tried again at the next round
             except NvpoolError as error:
-                _log.warning("volume %s can not be removed further yet: %s", record.name, error)
+                _log.warning("volume %s cannot be removed further yet: %s", record.name, error)
                 self._removals.pop(number, None)
                 continue
             if removal.done:

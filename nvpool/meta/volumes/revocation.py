@@ -77,7 +77,7 @@ class Revocations:
     async def settle(self, volume: int) -> float:
         """Make the stores refuse earlier grants. Return for how many seconds some store may still accept one.
 
-        0: all stores know the revocation. Unavailable: the map can not be changed now, so all stores may
+        0: all stores know the revocation. Unavailable: the map cannot be changed now, so all stores may
         accept them.
         """
         until_s = self._clock.boottime_s() + WAIT_S

@@ -221,7 +221,7 @@ class MetaShards:
                 said = ""
             except NvpoolError as error:
                 if str(error) != said:
-                    log.warning("a shard that is wanted here can not be made yet: %s", error)
+                    log.warning("a shard that is wanted here cannot be made yet: %s", error)
                 said = str(error)
             if self._leading.manager is None:
                 self._empty_since_s.clear()
@@ -244,7 +244,7 @@ class MetaShards:
                     )
                     log.info("shard %d has left the pool", number)
             except NvpoolError as error:
-                log.info("shard %d can not leave the pool yet: %s", number, error)
+                log.info("shard %d cannot leave the pool yet: %s", number, error)
 
     async def _may_go(self, shard: Shard, empty_s: float) -> bool:
         """Whether an empty shard may leave the pool.

@@ -66,7 +66,7 @@ class ChainReset:
             try:
                 await self.run_once()
             except NvpoolError as error:
-                log.info("chains can not be reset yet: %s", error)
+                log.info("chains cannot be reset yet: %s", error)
 
     async def run_once(self) -> int:
         """Reset the chains that can be reset; return their number.

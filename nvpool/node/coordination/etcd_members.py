@@ -110,7 +110,7 @@ class EtcdMembers:
                     if before is not None:
                         await before.release()
             except NvpoolError as error:
-                log.debug("the presence of this node can not be announced: %s", error)
+                log.debug("the presence of this node cannot be announced: %s", error)
             self.look()
             await asyncio.sleep(_LOOK_S)
 
@@ -261,7 +261,7 @@ class EtcdMembers:
                 write_whole(path, key, 0o600)
             log.info("this node has the keys of the pool's authorities now, and lets others in")
             return
-        raise Unavailable(f"the keys of the pool's authorities can not be had: {reason}")
+        raise Unavailable(f"the keys of the pool's authorities cannot be had: {reason}")
 
     async def _learn(self) -> None:
         """While etcd is unreachable, ask the other nodes for the map.
@@ -410,12 +410,12 @@ class EtcdMembers:
         where = ", ".join(etcd_membership.clients(pool_map) or self._keeper.members)
         if self._keeper.own_data_is_lost and etcd is None:
             return [
-                f"the data of etcd on this node is lost; the pool map can not be changed before most members of etcd are "
+                f"the data of etcd on this node is lost; the pool map cannot be changed before most members of etcd are "
                 f"there ({where}; lost for good: nvpool node recover-etcd POOL)"
             ]
         if self._keeper.is_in_etcd and (etcd is None or etcd.is_silent):
             return [
-                f"the pool map can not be changed: most members of etcd do not answer ({where}); what has a single copy is "
+                f"the pool map cannot be changed: most members of etcd do not answer ({where}); what has a single copy is "
                 f"served, what has several (replicas, standbys) waits with all changes until they are back"
                 + ("" if self._keeper.external else " (lost for good: nvpool node recover-etcd POOL)")
             ]

@@ -347,7 +347,7 @@ class Leading:
         try:
             forwarded = Forwardable.FromString(message).forwarded
         except DecodeError:
-            raise InvalidRequest(f"the message of method {call.method} can not be read") from None
+            raise InvalidRequest(f"the message of method {call.method} cannot be read") from None
         hops = self._hops(call, forwarded)
         if self.manager is not None:
             return None
@@ -381,7 +381,7 @@ class Leading:
                     return asking.result()
             except Unreachable as error:
                 raise NotLeader(
-                    f"node {node.id}, which leads the pool, can not be reached: {error}",
+                    f"node {node.id}, which leads the pool, cannot be reached: {error}",
                     may_be_applied=was_sent or error.may_be_applied,
                 ) from None
             except NvpoolError as error:

@@ -306,7 +306,7 @@ class MapBackend:
                 read_key(secret),
             )
         except OSError as error:
-            raise BadConfiguration(f"{error.filename} can not be read: {error.strerror}") from None
+            raise BadConfiguration(f"{error.filename} cannot be read: {error.strerror}") from None
 
     @property
     def external(self) -> str:
@@ -528,7 +528,7 @@ class MapBackend:
                 log.info("the pool map is in etcd, epoch %d", found.pool_map.epoch)
                 return
             except NvpoolError as error:
-                log.warning("etcd can not be used yet: %s", error)
+                log.warning("etcd cannot be used yet: %s", error)
                 await asyncio.sleep(AGAIN_S)
 
     def _put(self, location: MapLocation) -> None:
@@ -577,6 +577,6 @@ def _places_for_etcd(network: NetworkConfig, pool_map: PoolMap) -> tuple[str, st
 
 def _no_etcd(members: tuple[str, ...]) -> str:
     return (
-        f"the pool map can not be changed while etcd does not answer ({', '.join(members)}); what has a single copy is "
+        f"the pool map cannot be changed while etcd does not answer ({', '.join(members)}); what has a single copy is "
         f"served"
     )

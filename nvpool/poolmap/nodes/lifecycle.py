@@ -179,7 +179,7 @@ def lost(
     only = sum(transitions.only_copies(gone, target.id) for target in here)
     if only and not give_up:
         raise InvalidRequest(
-            f"node {number} has the only copy of {only} chains; without it what they hold can not be read. "
+            f"node {number} has the only copy of {only} chains; without it what they hold cannot be read. "
             f"Bring it back, or say --give-up"
         )
     wanted = _with_desired_state(_with(pool_map, number, desired_state="lost"), here, "lost")

@@ -58,7 +58,7 @@ def planned(pool_map: PoolMap) -> PoolMap:
     """
     staying = [shard.id for shard in pool_map.shards if shard.desired_state == "share"]
     if not staying:
-        raise InvalidRequest("the last shard of a pool can not leave it")
+        raise InvalidRequest("the last shard of a pool cannot leave it")
     holders = pool_map.shard_of_partition
     held = Counter(holders)
     # The fullest shards get the remainder of the division, so nothing migrates without need.

@@ -294,7 +294,7 @@ def check_room_for(
     if count > most:
         remedy = f", or have fewer: nvpool shard standbys POOL {shard.id} {most}" if most >= 0 else ""
         raise InvalidRequest(
-            f"shard {shard.id} can not have {count} standby{'' if count == 1 else 's'}: each of its members "
+            f"shard {shard.id} cannot have {count} standby{'' if count == 1 else 's'}: each of its members "
             f"has a drive of its own, and there are {most + 1} that can be used; add a drive{remedy}"
         )
 

@@ -455,7 +455,7 @@ class RdmaServed(StreamServed):
         except (NotSupported, ucx.Error) as error:
             self._failed(str(error))
         except (struct.error, KeyError):
-            raise CorruptFrame(f"word {word} can not be read") from None
+            raise CorruptFrame(f"word {word} cannot be read") from None
 
     def _tried(self, flush: Any) -> None:
         if flush.error:

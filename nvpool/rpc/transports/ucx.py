@@ -108,7 +108,7 @@ def _load() -> None:
     try:
         _ucx.load(*(f"{place}/lib{name}.so.0" for name in ("ucs", "uct", "ucp")))
     except _ucx.UcxError as error:
-        raise NotSupported(f"UCX in {place} can not be used: {error}") from None
+        raise NotSupported(f"UCX in {place} cannot be used: {error}") from None
     _loaded_by = os.getpid()
 
 

@@ -257,7 +257,7 @@ def check_table(table: int) -> None:
     A later version may have made a higher table. 0 means no table and is accepted.
     """
     if table > TABLE_MAX:
-        raise InvalidRequest(f"chunks of chain table {table} can not be kept here, of {TABLE_MAX} at most")
+        raise InvalidRequest(f"chunks of chain table {table} cannot be kept here, of {TABLE_MAX} at most")
 
 
 def check_copy(copy: ChunkCopy) -> None:

@@ -224,7 +224,7 @@ class ChunkTransfer:
                     into,
                 )
                 texts = {
-                    n: f"can not be read: {error}"
+                    n: f"cannot be read: {error}"
                     for n, error in zip(alone, outcome, strict=True)
                     if error is not None
                 }

@@ -170,7 +170,7 @@ async def _read(
         await store.finish_read(batch)
     status, _, _, _ = RESULT.unpack_from(batch.results)
     if status:
-        raise BY_WIRE_CODE.get(status, NvpoolError)(f"chunk {index} of inode {inode} can not be copied")
+        raise BY_WIRE_CODE.get(status, NvpoolError)(f"chunk {index} of inode {inode} cannot be copied")
     whole = (
         memoryview(b"".join(batch.payload))
         if len(batch.payload) > 1

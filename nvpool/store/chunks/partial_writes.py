@@ -132,7 +132,7 @@ class Merger:
             if self._device.read_now([place << 12], [BLOCK_BYTES], [0], found):
                 raise MustWait(partial(self._warm_up, place, checksum))
         if not len(found) or crc32c(found) != int.from_bytes(checksum, "little"):
-            text = "does not fit its checksum" if len(found) else "can not be read"
+            text = "does not fit its checksum" if len(found) else "cannot be read"
             self._note_bad(chunk.inode, chunk.index, block, f"{text} when merged with a write")
             error = ChecksumMismatch(
                 f"block {block} of chunk {chunk.index} of inode {chunk.inode} is damaged"

@@ -253,7 +253,7 @@ class BlockBatchReader:
                     checked.append(number - 1)
             except (NvpoolError, IndexError) as error:
                 if isinstance(error, CorruptRecord):
-                    self._quarantine.note(inode, which, offset >> 12, f"can not be found: {error}")
+                    self._quarantine.note(inode, which, offset >> 12, f"cannot be found: {error}")
                 code = error.wire_code if isinstance(error, NvpoolError) else InvalidRequest.wire_code
                 pack_result(results, place, code, 0, 0, 0)
                 crcs.append(b"")

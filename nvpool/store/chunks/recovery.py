@@ -123,7 +123,7 @@ class ReplayCheck:
         try:
             whole = self._read_whole(block.place * BLOCK_BYTES, BLOCK_BYTES)
         except NvpoolError as error:
-            log.error("block %d can not be read: %s", block.place, error)
+            log.error("block %d cannot be read: %s", block.place, error)
             return False
         if crc32c(whole) != int.from_bytes(block.checksum, "little"):
             return False

@@ -87,7 +87,7 @@ class Scrub:
                         problems.append(str(error))
                         inode, index, number = split_segment_key(key)
                         store.quarantine.note(
-                            inode, index, number << SEGMENT_BITS, f"can not be found: {error}"
+                            inode, index, number << SEGMENT_BITS, f"cannot be found: {error}"
                         )
                 for key, segment in segments:  # all before the first await: later the index may differ
                     self._against_map(key, segment, repair, problems, mended)
@@ -112,12 +112,12 @@ class Scrub:
             self._blind()
             if not first <= error.key < b"d":
                 problems.append(
-                    f"the index behind {first.hex()} can not be read, the scrub ends there: {error}"
+                    f"the index behind {first.hex()} cannot be read, the scrub ends there: {error}"
                 )
                 return [], b""
             inode, index, number = split_segment_key(error.key)
-            problems.append(f"segment {number} of chunk {index} of inode {inode} can not be read: {error}")
-            self._store.quarantine.note(inode, index, number << SEGMENT_BITS, f"can not be found: {error}")
+            problems.append(f"segment {number} of chunk {index} of inode {inode} cannot be read: {error}")
+            self._store.quarantine.note(inode, index, number << SEGMENT_BITS, f"cannot be found: {error}")
             return kv.scan(first, error.key, _READ_BLOCKS // 64), error.key
 
     def _against_map(
@@ -174,7 +174,7 @@ class Scrub:
             block = (number << SEGMENT_BITS) + at
             text = ""
             if error is not None:
-                text = f"can not be read: {error}"
+                text = f"cannot be read: {error}"
             elif (
                 first_bad_block(
                     into[n * BLOCK_BYTES : (n + 1) * BLOCK_BYTES], segment.crcs[at * 4 : at * 4 + 4]

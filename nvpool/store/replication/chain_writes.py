@@ -265,7 +265,7 @@ class ChainWrites:
             place, held = self._place_of(write.table, *write.name), self._held(write.name)
         except CorruptRecord:
             self._rebuilt(write)
-            raise Busy("the chunk can not be read here", retry_after_s=0.1) from None
+            raise Busy("the chunk cannot be read here", retry_after_s=0.1) from None
         answer, version = judge(place, held, offer)
         if answer is Answer.NEW_EPOCH:
             self._ask_map()

@@ -394,7 +394,7 @@ class Resync:
         """
         if found.damage is not None:
             one.damaged[chunk] = f"chunk {chunk.index} of inode {chunk.inode}: {found.damage}"
-            log.error("target %d can not copy %s", self._target, one.damaged[chunk])
+            log.error("target %d cannot copy %s", self._target, one.damaged[chunk])
             return False
         now = self._store.state(chunk.inode, chunk.index)
         allowed = self.guard.allows(found.copy, asked)

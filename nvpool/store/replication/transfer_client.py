@@ -146,7 +146,7 @@ class OtherTargets:
         found = []
         for one, copy in decode_fetched(reply, answer.payload):
             error = (
-                BY_WIRE_CODE.get(one.status, NvpoolError)(f"target {target} can not read it")
+                BY_WIRE_CODE.get(one.status, NvpoolError)(f"target {target} cannot read it")
                 if one.status
                 else None
             )

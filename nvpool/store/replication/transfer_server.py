@@ -229,7 +229,7 @@ def decode_copy(one: pb.FetchedChunk, content: memoryview) -> ChunkCopy:
             one.more,
         )
     except struct.error:
-        raise CorruptFrame("a fetched chunk that can not be read came") from None
+        raise CorruptFrame("a fetched chunk that cannot be read came") from None
 
 
 def decode_versions(reply: pb.VersionsReply) -> tuple[list[ChunkVersion], list[InodeCut]]:
@@ -245,7 +245,7 @@ def decode_versions(reply: pb.VersionsReply) -> tuple[list[ChunkVersion], list[I
             ],
         )
     except struct.error:
-        raise CorruptFrame("a listing of versions that can not be read came") from None
+        raise CorruptFrame("a listing of versions that cannot be read came") from None
 
 
 def decode_fetched(reply: pb.FetchReply, payload: memoryview) -> list[tuple[pb.FetchedChunk, ChunkCopy]]:

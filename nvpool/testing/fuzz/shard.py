@@ -539,9 +539,7 @@ class ShardPlace(FuzzTarget):
             try:
                 self._learn_from(method, asked, message)
             except DecodeError as error:
-                raise FuzzFailure(
-                    f"the answer to method {method} can not be read: {message.hex()}"
-                ) from error
+                raise FuzzFailure(f"the answer to method {method} cannot be read: {message.hex()}") from error
 
     def _learn_from(self, method: int, note: bytes, message: bytes) -> None:
         if method == wire.META_LOCK:

@@ -455,7 +455,7 @@ class SimPool:
             return
         except NvpoolError as error:
             if isinstance(error, (Damaged, Bug)):
-                self.failures.append(f"{process.name} can not begin: {error!r}")
+                self.failures.append(f"{process.name} cannot begin: {error!r}")
             fail(str(error))
             return
         await SimTransport(self.network, process.name, clock).listen(

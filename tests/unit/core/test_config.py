@@ -91,7 +91,7 @@ def test_text_that_is_not_toml_is_refused_with_its_line():
 
 @pytest.mark.parametrize(
     "content, reason",
-    [(None, "does not exist"), (b"\xff\xfe", "not UTF-8"), ("directory", "can not be read")],
+    [(None, "does not exist"), (b"\xff\xfe", "not UTF-8"), ("directory", "cannot be read")],
 )
 def test_unreadable_file_is_refused(tmp_path, content, reason):
     place = tmp_path / "node.toml"

@@ -159,7 +159,7 @@ def test_unwritable_audit_log_warns_once(tmp_path, caplog):
     for _ in range(3):
         log.note("token", US, {})
     log.close()
-    assert caplog.text.count("can not be written") == 1
+    assert caplog.text.count("cannot be written") == 1
 
 
 def test_read_audit_skips_broken_lines(path):

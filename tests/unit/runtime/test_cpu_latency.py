@@ -121,4 +121,4 @@ def test_limit_that_the_kernel_refuses_is_dropped(device, tmp_path, caplog):
         awake.close()
 
     asyncio.run(work())
-    assert "can not be kept awake" in caplog.text
+    assert "cannot be kept awake" in caplog.text

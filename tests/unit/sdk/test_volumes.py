@@ -101,7 +101,7 @@ def test_invalid_volume_name_is_refused_with_the_rule(name):
     async def main():
         async with pool_and_client() as (pool, fs):
             for act in (fs.volumes.create, fs.volumes.show, fs.volumes.remove, fs.volumes.seal):
-                with pytest.raises(OSError, match="can not be the name of a volume") as found:
+                with pytest.raises(OSError, match="cannot be the name of a volume") as found:
                     await act(name)
                 refused(InvalidRequest, found)
             assert not await fs.exists("/volumes")

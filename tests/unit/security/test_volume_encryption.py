@@ -135,7 +135,7 @@ def test_key_file_mode_and_content_are_checked(tmp_path):
         path.write_text(text)
         with pytest.raises(BadConfiguration, match=reason):
             PoolKeys(key_file=str(path)).load()
-    with pytest.raises(BadConfiguration, match="can not be read"):
+    with pytest.raises(BadConfiguration, match="cannot be read"):
         PoolKeys(key_file=str(tmp_path / "none")).load()
     with pytest.raises(KeyMissing, match="encryption.key_file"):
         PoolKeys().new()

@@ -25,7 +25,7 @@ def descriptor():
 
 
 def test_layout_matches_the_format(descriptor):
-    """A change here is a change of format: raise VERSION, or running mounts can not be upgraded."""
+    """A change here is a change of format: raise VERSION, or running mounts cannot be upgraded."""
     memory = KeptMemory(descriptor)
     memory.set_word(Word.INIT_FLAGS, 0x0102030405060708)
     memory.device = "0:45"

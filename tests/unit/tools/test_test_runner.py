@@ -101,7 +101,7 @@ def test_failed_module_fixture_reruns_the_whole_file(checkout):
             "import subprocess\n\ndef test_leaves():\n    subprocess.Popen(['sleep', '120'])\n",
             "never again: left behind",
         ),
-        ("import no_such_module\n", "never again: tests/test_it.py can not be collected"),
+        ("import no_such_module\n", "never again: tests/test_it.py cannot be collected"),
     ],
     ids=["many", "a process is left", "not collected"],
 )

@@ -478,7 +478,7 @@ def test_failed_dev_up_names_what_remains(tmp_path, capfd):
     with pytest.raises(InvalidRequest), DevUpRollback(PoolDirectory(place), None):
         place.mkdir()
         (place / "FORMAT").write_text(FORMAT_TEXT)
-        raise InvalidRequest("it can not be mounted")
+        raise InvalidRequest("it cannot be mounted")
     assert (
         f"the pool in {place} was made; " in (said := capfd.readouterr().err)
         and f"nvpool dev down {place}" in said

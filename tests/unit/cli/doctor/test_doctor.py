@@ -67,7 +67,7 @@ def test_missing_fuse_device_is_bad(tmp_path):
     put(tmp_path, "dev/fuse", "")
     assert state(doctor_machine.fuse_device(tmp_path)) == OK
     (tmp_path / "dev/fuse").unlink()
-    (tmp_path / "dev/fuse").mkdir()  # a directory can not be opened for writing
+    (tmp_path / "dev/fuse").mkdir()  # a directory cannot be opened for writing
     assert state(doctor_machine.fuse_device(tmp_path)) == BAD
 
 

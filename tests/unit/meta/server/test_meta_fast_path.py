@@ -1146,7 +1146,7 @@ def test_broken_request_is_decoded_like_protobuf_or_refused(asked, faults):
             raw[at:at] = raw[at : at + byte % 12]
     found = meta_fast_path._fast_path.request_of(method, bytes(raw))
     if found is not None:
-        read = MESSAGES[method].FromString(bytes(raw))  # raises if it can not be decoded
+        read = MESSAGES[method].FromString(bytes(raw))  # raises if it cannot be decoded
         assert found == fields_of(method, read)
         for field, value in read.ListFields():  # and no other field was in it
             known = ("change", "map_epoch", "exclusive", "truncate", "masked", "parent", *found)
