@@ -67,7 +67,7 @@ class SubordinateUids:
 
 def read_ranges(text: str) -> tuple[tuple[int, int, str], ...]:
     """Return (first id, end, owner) of each line `owner:first:count` (subuid(5)); other lines are skipped."""
-    found = []
+    found: list[tuple[int, int, str]] = []
     for line in text.splitlines():
         owner, _, numbers = line.strip().partition(":")
         first, _, count = numbers.partition(":")
