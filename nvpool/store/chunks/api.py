@@ -150,7 +150,7 @@ class HeldChunk(NamedTuple):
     requests: tuple[tuple[int, int, int], ...]
 
 
-Room = Callable[[int], memoryview | None]
+BufferSource = Callable[[int], memoryview | None]
 
 
 class ReadBatch:
@@ -313,7 +313,7 @@ class ScrubStep(NamedTuple):
 
 class ChunkStore(Protocol):
     def read_now(
-        self, reads: bytes, owners: Sequence[int], verify: bool = False, room: Room | None = None
+        self, reads: bytes, owners: Sequence[int], verify: bool = False, room: BufferSource | None = None
     ) -> ReadBatch:
         """Read a batch as far as memory can answer it.
 

@@ -58,6 +58,7 @@ from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks import copy_range, staged_writes
 from nvpool.store.chunks import truncate as store_truncate
 from nvpool.store.chunks.api import (
+    BufferSource,
     ChunkDescription,
     ChunkStore,
     HeldChunk,
@@ -67,7 +68,6 @@ from nvpool.store.chunks.api import (
     ReadBatch,
     ScrubStep,
     StoreOptions,
-    VolumeReservation,
     check_table,
     lock_store,
 )
@@ -248,7 +248,7 @@ class BlockChunkStore(ChunkTransfer):
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def read_now(
-        self, reads: bytes, owners: Sequence[int], verify: bool = False, room: VolumeReservation | None = None
+        self, reads: bytes, owners: Sequence[int], verify: bool = False, room: BufferSource | None = None
     ) -> ReadBatch:
         if self.fenced_because or self.closed:
             self._refuse()

@@ -35,6 +35,7 @@ from nvpool.store.chunks.api import (
     LOST_CHECKSUM,
     READ_BATCH_BYTES_MAX,
     UNCHECKED,
+    BufferSource,
     ChunkCopy,
     ChunkDescription,
     ChunkState,
@@ -45,7 +46,6 @@ from nvpool.store.chunks.api import (
     ReadBatch,
     ScrubStep,
     VersionsStep,
-    VolumeReservation,
     check_copy,
     check_table,
 )
@@ -87,7 +87,7 @@ class MemoryChunkStore:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def read_now(
-        self, reads: bytes, owners: Sequence[int], verify: bool = False, room: VolumeReservation | None = None
+        self, reads: bytes, owners: Sequence[int], verify: bool = False, room: BufferSource | None = None
     ) -> ReadBatch:
         self._refuse_when_fenced()
         if len(reads) % _READ.size:

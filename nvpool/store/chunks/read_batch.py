@@ -34,9 +34,9 @@ from nvpool.store.chunks.api import (
     ALL_INODES,
     READ_BATCH_BYTES_MAX,
     UNCHECKED,
+    BufferSource,
     LocatedBlocks,
     ReadBatch,
-    VolumeReservation,
 )
 from nvpool.store.chunks.index import Chunk, Index
 from nvpool.store.disk.bad_blocks import Quarantine
@@ -144,7 +144,7 @@ class BlockBatchReader:
         self.read_count = 0
         self.missed_count = 0
 
-    def begin(self, reads: bytes, owners, verify: bool, room: VolumeReservation | None = None) -> ReadBatch:
+    def begin(self, reads: bytes, owners, verify: bool, room: BufferSource | None = None) -> ReadBatch:
         """See ChunkStore.read_now."""
         if len(reads) % READ.size:
             raise InvalidRequest(f"{len(reads)} bytes are not whole read headers")

@@ -16,13 +16,13 @@ from nvpool.sdk.admin.snapshot_barrier import begin_at_all
 from nvpool.sdk.dump import dump, frames, read_header
 from nvpool.sdk.fsck.check import check_metadata
 from nvpool.sdk.fsck.report import FsckReport
-from tests.unit.meta.transactions.test_cross_shard_transactions import ME, NamespaceOperations, run
+from tests.unit.meta.transactions.test_cross_shard_transactions import ME, CrossShardNames, run
 
 QUIET, TAKE, END = MomentRequest.QUIET, MomentRequest.TAKE, MomentRequest.END
 
 
 class Stages:
-    def __init__(self, names: NamespaceOperations, number: int = 1) -> None:
+    def __init__(self, names: CrossShardNames, number: int = 1) -> None:
         self.asking = AdminCalls(names.pool._clients[0])
         self.number = number
         self.shards = tuple(names.at)
@@ -40,7 +40,7 @@ class Stages:
         )
 
 
-async def until_a_request_waits(names: NamespaceOperations, shard: int) -> None:
+async def until_a_request_waits(names: CrossShardNames, shard: int) -> None:
     async with asyncio.timeout(60):
         while not names.pool.metas[shard]._waits.tasks:  # noqa: ASYNC110 (no notification)
             await asyncio.sleep(0.005)
@@ -54,7 +54,7 @@ def patient(monkeypatch):
 
 
 def test_change_after_one_snapshot_waits_for_all_snapshots():
-    async def main(names: NamespaceOperations) -> None:
+    async def main(names: CrossShardNames) -> None:
         stages = Stages(names)
         await stages.ask(QUIET)
         (first,) = await stages.ask(TAKE, 2)
@@ -71,7 +71,7 @@ def test_change_after_one_snapshot_waits_for_all_snapshots():
 
 
 def test_cross_shard_change_waits_for_the_barrier():
-    async def main(names: NamespaceOperations) -> None:
+    async def main(names: CrossShardNames) -> None:
         await names.file(names.at[2], b"a")
         stages = Stages(names)
         await stages.ask(QUIET)
@@ -89,7 +89,7 @@ def test_cross_shard_change_waits_for_the_barrier():
 
 
 def test_barrier_that_timed_out_is_reported_as_invalid(monkeypatch):
-    async def main(names: NamespaceOperations) -> None:
+    async def main(names: CrossShardNames) -> None:
         monkeypatch.setattr(shard_moment, "MOMENT_S", 0.05)
         stages = Stages(names)
         await stages.ask(QUIET, 2)
@@ -105,7 +105,7 @@ def test_barrier_that_timed_out_is_reported_as_invalid(monkeypatch):
 
 
 def test_two_concurrent_barriers_both_succeed():
-    async def main(names: NamespaceOperations) -> None:
+    async def main(names: CrossShardNames) -> None:
         stages = Stages(names, 7)
         await stages.ask(QUIET, 3)
         with pytest.raises(Busy):
@@ -122,7 +122,7 @@ def test_two_concurrent_barriers_both_succeed():
     run(main)
 
 
-def restart_at_a_step(monkeypatch, names: NamespaceOperations, shard: int, method: int) -> list[int]:
+def restart_at_a_step(monkeypatch, names: CrossShardNames, shard: int, method: int) -> list[int]:
     """At its second step, the shard restarts as another process; the list has the requests it received."""
     asked: list[int] = []
     ask = AdminCalls.shard
@@ -143,7 +143,7 @@ def restart_at_a_step(monkeypatch, names: NamespaceOperations, shard: int, metho
 def test_check_restarts_and_reports_a_new_primary(monkeypatch, shard):
     monkeypatch.setattr("nvpool.sdk.fsck.metadata.RECORDS_A_STEP", 5)
 
-    async def main(names: NamespaceOperations) -> None:
+    async def main(names: CrossShardNames) -> None:
         for number in range(10):
             await names.file(names.at[shard], b"f%d" % number)
             await names.vfs.rename(names.at[shard], b"f%d" % number, names.at[2], b"to%d" % number, 0, ME)
@@ -165,7 +165,7 @@ def test_check_restarts_and_reports_a_new_primary(monkeypatch, shard):
 def test_dump_continues_after_a_new_primary(monkeypatch, tmp_path):
     monkeypatch.setattr("nvpool.sdk.dump.RECORDS_A_STEP", 5)
 
-    async def main(names: NamespaceOperations) -> None:
+    async def main(names: CrossShardNames) -> None:
         for number in range(10):
             await names.file(names.at[3], b"f%d" % number)
         asked = restart_at_a_step(monkeypatch, names, 3, wire_pb2.META_DUMP)
@@ -185,7 +185,7 @@ def test_dump_continues_after_a_new_primary(monkeypatch, tmp_path):
 def test_check_that_never_ends_reports_the_reason(monkeypatch):
     monkeypatch.setattr("nvpool.sdk.admin.snapshot_barrier.RESTARTS_MAX", 2)
 
-    async def main(names: NamespaceOperations) -> None:
+    async def main(names: CrossShardNames) -> None:
         ask = AdminCalls.shard
 
         async def gone(self, number, wanted, *more):

@@ -17,7 +17,7 @@ from nvpool.poolmap.shards import partition_moves
 from nvpool.rpc.v1 import meta_pb2
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.sdk.async_filesystem import AsyncFileSystem
-from tests.unit.client.state.test_small_file_cache import ME, Case, ChainCounts, put, run
+from tests.unit.client.state.test_small_file_cache import ME, Case, StandingClock, put, run
 
 OPTIONS = ClientOptions(deadline_s=10.0, release_s=0.01)
 DIRECTORIES = 200
@@ -81,7 +81,7 @@ def test_many_directories_cost_one_message_per_level(levels):
     async def main() -> None:
         async with Case(OPTIONS, shards=1) as case:
             contents = await planted(case, levels)
-            clock = ChainCounts()
+            clock = StandingClock()
             pool = AsyncFileSystem(await case.client(clock), ME)
             _, sent = await case.counted(read(pool, contents))
             assert sent.pop("DATA_READ") <= 2 and sent == {"META_LOOKUP": 1, "META_LOOKUP_MANY": levels + 1}
@@ -156,7 +156,7 @@ def test_files_of_pieces_are_opened_together_and_kept_open(shards):
     async def main() -> None:
         async with Case(OPTIONS, shards=shards) as case:
             contents = await planted(case, 1, 100)
-            pool = AsyncFileSystem(await case.client(clock := ChainCounts()), ME)
+            pool = AsyncFileSystem(await case.client(clock := StandingClock()), ME)
             pieces = [(path, 1, 50) for path in contents]
             for ahead_s, most in ((0.0, 3 * shards + 1), (0.0, 0), (2.0, 3 * shards + 1), (0.0, 0)):
                 clock.ahead_s += ahead_s

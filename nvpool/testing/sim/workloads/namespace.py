@@ -18,7 +18,7 @@ from nvpool.core.errors import AlreadyExists, InvariantBroken, NotFound, NvpoolE
 from nvpool.testing.sim.linearizability import (
     NOT_LOOKED_AT,
     NameCall,
-    NamespaceOperations,
+    Names,
     names_problems,
     without_what_was_seen_too_early,
 )
@@ -42,7 +42,7 @@ class NamespaceWorkload(Workload):
         super().__init__(loop, done, losses)
         self._one_shard = one_shard
         self._pairs: list[tuple[list[int], list[NameCall]]] = []
-        self._final: list[NamespaceOperations] = []
+        self._final: list[Names] = []
         self._wrong: list[str] = []
         self._tries = 0
         self._releasing: set[asyncio.Task] = set()

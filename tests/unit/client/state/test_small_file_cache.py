@@ -32,7 +32,7 @@ BESIDE = {"META_WATCH", "META_OPEN_SESSION", "META_RENEW_SESSION", "META_RELEASE
 """Background messages that are not sent for each file."""
 
 
-class Standing(SystemClock):
+class StandingClock(SystemClock):
     """A clock that can be advanced, as for a process that was stopped."""
 
     ahead_s = 0.0
@@ -541,7 +541,7 @@ def test_file_changed_during_a_lease_open_stays_readable():
 def test_stopped_time_of_the_process_ends_its_leases():
     async def main() -> None:
         async with Case() as case:
-            clock = Standing()
+            clock = StandingClock()
             still = (await case.client(clock)).vfs
             inode = await put(case.other, b"file", b"x")
             assert await get(still, b"file") == b"x" and still.leases.held(inode)

@@ -12,7 +12,7 @@ from nvpool.meta.server.service import MetaOptions
 from nvpool.meta.sessions.lease_table import LeaseTable
 from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.v1 import meta_pb2
-from tests.unit.client.state.test_small_file_cache import ME, Case, ChainCounts, run, state_of
+from tests.unit.client.state.test_small_file_cache import ME, Case, StandingClock, run, state_of
 
 WATCH_S = 3.0
 ONE, OTHER = 11, 12
@@ -145,7 +145,7 @@ def test_session_that_leaves_is_not_waited_for():
 def test_idle_client_releases_its_leases_at_the_shard():
     async def main() -> None:
         async with Case(
-            ClientOptions(deadline_s=10.0, release_s=0.01), MetaOptions(watch_s=0.9), clock=ChainCounts()
+            ClientOptions(deadline_s=10.0, release_s=0.01), MetaOptions(watch_s=0.9), clock=StandingClock()
         ) as case:
             state, watches = state_of(case.one), case.pool.meta._watches
             await case.one.mkdir(ROOT_INODE, b"there", 0o755, ME)
@@ -164,7 +164,7 @@ def test_idle_client_releases_its_leases_at_the_shard():
 def test_names_created_after_a_pause_are_not_looked_up():
     async def main() -> None:
         async with Case(
-            ClientOptions(deadline_s=10.0, release_s=0.01), MetaOptions(watch_s=6.0), clock=ChainCounts()
+            ClientOptions(deadline_s=10.0, release_s=0.01), MetaOptions(watch_s=6.0), clock=StandingClock()
         ) as case:
             vfs, clock, state = case.one, case.pool.clock, state_of(case.one)
             state.watching.cancel()  # as after a minute without use of leases

@@ -37,14 +37,14 @@ OPTIONS = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0)
 SHARDS = (1, 2, 3)
 
 
-class Names:
+class CrossShardNames:
     """A pool of three shards, and a directory below the root on each of them: `at[shard]`."""
 
     def __init__(self, options: ClientOptions = OPTIONS, **pool_options) -> None:
         self.options = options
         self.pool = InProcessPool(shards=len(SHARDS), **pool_options)
 
-    async def __aenter__(self) -> Names:
+    async def __aenter__(self) -> CrossShardNames:
         await self.pool.__aenter__()
         self.vfs = (await self.pool.client("first", self.options)).vfs
         self.at = {shard: await self.directory(shard) for shard in SHARDS}
@@ -95,7 +95,7 @@ class Names:
 
 def run(main, **options) -> None:
     async def whole() -> None:
-        async with Names(**options) as names:
+        async with CrossShardNames(**options) as names:
             await main(names)
             await names.quiet()
 
@@ -103,7 +103,7 @@ def run(main, **options) -> None:
 
 
 def test_directories_on_any_shard_are_made_listed_and_removed():
-    async def main(names: Names) -> None:
+    async def main(names: CrossShardNames) -> None:
         vfs = names.vfs
         made = {
             b"d%d" % number: (await vfs.mkdir(names.at[2], b"d%d" % number, 0o755, ME)).inode
@@ -131,7 +131,7 @@ def test_directories_on_any_shard_are_made_listed_and_removed():
 
 
 def test_file_is_used_by_a_name_on_another_shard():
-    async def main(names: Names) -> None:
+    async def main(names: CrossShardNames) -> None:
         vfs, at = names.vfs, names.at
         inode = await names.file(at[1], b"a", b"bytes")
         replaced = await names.file(at[2], b"b", b"old")
@@ -164,7 +164,7 @@ def test_file_is_used_by_a_name_on_another_shard():
 
 
 def test_directories_move_between_shards_never_below_themselves():
-    async def main(names: Names) -> None:
+    async def main(names: CrossShardNames) -> None:
         vfs, at = names.vfs, names.at
         below = await names.directory(2, at[1], b"x")
         deep = await names.directory(3, below, b"y")
@@ -188,7 +188,7 @@ def test_directories_move_between_shards_never_below_themselves():
 
 
 def test_two_names_are_exchanged_between_shards():
-    async def main(names: Names) -> None:
+    async def main(names: CrossShardNames) -> None:
         vfs, at = names.vfs, names.at
         file, directory = await names.file(at[1], b"a"), await names.directory(3, at[2], b"b")
         name = next(iter(await names.names(at[2])))
@@ -200,7 +200,7 @@ def test_two_names_are_exchanged_between_shards():
 
 
 def test_concurrent_cross_shard_renames_lose_no_name():
-    async def main(names: Names) -> None:
+    async def main(names: CrossShardNames) -> None:
         clients = [(await names.pool.client(f"client {number}", OPTIONS)).vfs for number in range(3)]
         inodes = {
             b"%d-%d" % (number, shard): await names.file(names.at[shard], b"%d-%d" % (number, shard))
@@ -228,7 +228,7 @@ def test_concurrent_cross_shard_renames_lose_no_name():
 
 
 def test_records_known_from_the_request_are_locked_together():
-    async def main(names: Names) -> None:
+    async def main(names: CrossShardNames) -> None:
         vfs, at = names.vfs, names.at
         asked: list[int] = []
         for meta in names.pool.metas.values():
@@ -258,7 +258,7 @@ def test_records_known_from_the_request_are_locked_together():
 
 
 def test_paths_of_inodes_are_found_on_all_shards():
-    async def main(names: Names) -> None:
+    async def main(names: CrossShardNames) -> None:
         below = await names.directory(3, await names.directory(2, names.at[1], b"x"), b"y")
         there = await names.file(below, b"file")
         moved = await names.file(below, b"moved")
@@ -279,7 +279,7 @@ def test_paths_of_inodes_are_found_on_all_shards():
 
 
 def test_refused_transaction_leaves_no_state():
-    async def main(names: Names) -> None:
+    async def main(names: CrossShardNames) -> None:
         vfs = names.vfs
         full = await names.directory(2, names.at[1], b"full")
         await names.file(full, b"name")
@@ -293,7 +293,7 @@ def test_refused_transaction_leaves_no_state():
 
 
 def test_cross_shard_change_notifies_only_other_clients():
-    async def main(names: Names) -> None:
+    async def main(names: CrossShardNames) -> None:
         vfs, at, pool = names.vfs, names.at, names.pool
         inode = await names.file(at[3], b"f")
         await pool.stop_shard(shard=3)
@@ -329,7 +329,7 @@ def test_cross_shard_change_notifies_only_other_clients():
 
 
 def test_leases_end_while_a_silent_coordinator_is_queried(monkeypatch):
-    async def main(names: Names) -> None:
+    async def main(names: CrossShardNames) -> None:
         await names.file(names.at[3], b"f")
         await names.quiet()
         pool, meta = names.pool, names.pool.metas[3]
@@ -357,7 +357,7 @@ def test_leases_end_while_a_silent_coordinator_is_queried(monkeypatch):
 
 
 def test_silent_coordinator_does_not_block_other_queries(monkeypatch):
-    async def main(names: Names) -> None:
+    async def main(names: CrossShardNames) -> None:
         await names.quiet()
         pool, participating = names.pool, names.pool.metas[3]._cross_shard.participant
         asked: list = []
@@ -390,7 +390,7 @@ def test_removed_member_is_ignored(
     """A shard leaves only when no transaction depends on it, so its missing reply counts as success. A shard that is newer than
     the map at hand has not left: its decisions must not be taken for undecided."""
 
-    async def main(names: Names) -> None:
+    async def main(names: CrossShardNames) -> None:
         await names.quiet()
         pool_map, transaction_service = names.pool.pool_map, names.pool.metas[1]._cross_shard
         peers, participating = transaction_service.coordinator._peers, transaction_service.participant
@@ -419,7 +419,7 @@ def test_transaction_waits_for_a_truncation_for_a_bounded_time(monkeypatch):
     def decide(view, request, now_ns):
         raise TruncationInProgress(5)
 
-    async def main(names: Names) -> None:
+    async def main(names: CrossShardNames) -> None:
         meta = names.pool.metas[1]
         deciding, cutting = meta._cross_shard.coordinator, asyncio.get_running_loop().create_future()
         meta._view.cutting[5] = cutting
@@ -437,7 +437,7 @@ def test_transaction_waits_for_a_truncation_for_a_bounded_time(monkeypatch):
 def test_closed_partition_accepts_locks_only_of_known_changes(monkeypatch):
     """A lock taken after the partition was quiet would remain, and its decision would be lost."""
 
-    async def main(names: Names) -> None:
+    async def main(names: CrossShardNames) -> None:
         await names.quiet()
         meta = names.pool.metas[3]
         holds, hold = meta._cross_shard.holds, meta._cross_shard.participant.hold
@@ -481,7 +481,7 @@ def test_names_of_a_remote_inode_are_listed_with_attributes():
     """Two names in one reply for one inode, which is requested once from its own shard."""
 
     async def main() -> None:
-        async with Names() as names:
+        async with CrossShardNames() as names:
             vfs = names.vfs
             link = await vfs.symlink(names.at[1], b"link", b"target", ME)
             for name in (b"a", b"b", b"c"):

@@ -14,7 +14,7 @@ from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.server.service import MetaOptions
 from nvpool.meta.transactions import participant
 from nvpool.testing.env.pool import problems_of
-from tests.unit.meta.transactions.test_cross_shard_transactions import ME, SHARDS, NamespaceOperations
+from tests.unit.meta.transactions.test_cross_shard_transactions import ME, SHARDS, CrossShardNames
 
 PATIENT = ClientOptions(
     deadline_s=60.0, fresh_s=0.0, attr_s=0.0, retry_first_s=0.01, retry_last_s=0.05, leases=False
@@ -30,7 +30,7 @@ class Died(Exception):
 class Trap:
     """Lets a shard die at the n-th durable step of one kind, counted from `arm`."""
 
-    def __init__(self, names: NamespaceOperations, shard: int, where: str, number: int) -> None:
+    def __init__(self, names: CrossShardNames, shard: int, where: str, number: int) -> None:
         self._names, self._shard, self._where = names, shard, where
         self._left = number
         self.armed = False
@@ -83,7 +83,7 @@ STEPS = ("before apply", "after apply", "before sync", "after sync")
 class Crash:
     """One change that is made while a shard dies, and a check of the result."""
 
-    def __init__(self, names: NamespaceOperations) -> None:
+    def __init__(self, names: CrossShardNames) -> None:
         self.names = names
         self.done = False
 
@@ -204,7 +204,7 @@ class Unlink(Crash):
         assert not await self.named(self.names.at[2], b"here") or not self.done
 
 
-async def restart(names: NamespaceOperations, shard: int, power_lost: bool) -> None:
+async def restart(names: CrossShardNames, shard: int, power_lost: bool) -> None:
     pool = names.pool
     meta = pool.metas.pop(shard)
     del pool._listeners["meta", shard]
@@ -220,7 +220,7 @@ async def restart(names: NamespaceOperations, shard: int, power_lost: bool) -> N
 
 
 async def one(
-    make: Callable[[NamespaceOperations], Crash],
+    make: Callable[[CrossShardNames], Crash],
     shard: int,
     where: str,
     number: int,
@@ -228,7 +228,7 @@ async def one(
     directory,
 ) -> bool:
     """Whether that step exists."""
-    async with NamespaceOperations(
+    async with CrossShardNames(
         directory=directory, meta_options=MetaOptions(tick_s=0.05), options=PATIENT
     ) as names:
         case = make(names)
@@ -272,7 +272,7 @@ async def _acknowledged(case: Crash) -> None:
         pass  # the result is unknown
 
 
-async def _quiet_or(names: NamespaceOperations, trap: Trap) -> None:
+async def _quiet_or(names: CrossShardNames, trap: Trap) -> None:
     while not trap.sprung.is_set() and not names.is_quiet():  # noqa: ASYNC110 (no notification)
         await asyncio.sleep(0.005)
 
@@ -289,7 +289,7 @@ CASES = [Mkdir, RenameDirectory, Unlink, Rmdir, RenameFile, Link]
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 @pytest.mark.parametrize("shard", SHARDS)
-def test_change_is_atomic_when_a_shard_is_killed(case: Callable[[NamespaceOperations], Crash], shard: int):
+def test_change_is_atomic_when_a_shard_is_killed(case: Callable[[CrossShardNames], Crash], shard: int):
     async def main() -> int:
         died = 0
         for where in STEPS:
@@ -305,7 +305,7 @@ def test_change_is_atomic_when_a_shard_is_killed(case: Callable[[NamespaceOperat
 @pytest.mark.few(1)
 @pytest.mark.parametrize("case", [Mkdir, RenameFile, RenameDirectory], ids=lambda case: case.__name__)
 @pytest.mark.parametrize("shard", SHARDS)
-def test_change_is_atomic_when_a_shard_loses_power(case: Callable[[NamespaceOperations], Crash], shard: int):
+def test_change_is_atomic_when_a_shard_loses_power(case: Callable[[CrossShardNames], Crash], shard: int):
     async def main() -> None:
         for where in STEPS:
             for number in range(1, STEPS_MAX):

@@ -17,10 +17,10 @@ from nvpool.sdk.dump import dump, load
 from nvpool.sdk.fsck.check import FsckReport, check_metadata
 from nvpool.sdk.fsck.directory_loops import DirectoryLoops
 from nvpool.testing.fakes.in_process_pool import InProcessPool
-from tests.unit.meta.transactions.test_cross_shard_transactions import ME, OPTIONS, NamespaceOperations
+from tests.unit.meta.transactions.test_cross_shard_transactions import ME, OPTIONS, CrossShardNames
 
 
-async def checked(names: NamespaceOperations, repair: bool = False) -> FsckReport:
+async def checked(names: CrossShardNames, repair: bool = False) -> FsckReport:
     found = FsckReport()
     await check_metadata(names.pool._clients[0], found, repair=repair)
     return found
@@ -29,7 +29,7 @@ async def checked(names: NamespaceOperations, repair: bool = False) -> FsckRepor
 class Planted:
     """A directory and a file of shard 3, both named in a directory of shard 2, and ways to damage them."""
 
-    def __init__(self, names: NamespaceOperations) -> None:
+    def __init__(self, names: CrossShardNames) -> None:
         self.names = names
 
     async def begin(self) -> Planted:
@@ -80,7 +80,7 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_damage_between_shards_is_found_and_repaired(damage: Callable[[Planted], None]):
     async def main() -> None:
-        async with NamespaceOperations() as names:
+        async with CrossShardNames() as names:
             planted = await Planted(names).begin()
             assert not (await checked(names)).problems
             damage(planted)
@@ -110,7 +110,7 @@ def test_damage_between_shards_is_found_and_repaired(damage: Callable[[Planted],
 
 def test_check_during_cross_shard_renames_finds_no_problem():
     async def main() -> None:
-        async with NamespaceOperations() as names:
+        async with CrossShardNames() as names:
             for number in range(9):
                 await names.file(names.at[number % 3 + 1], b"f%d" % number)
             stop = asyncio.Event()
@@ -148,7 +148,7 @@ async def entries(vfs, directory: int) -> list[int]:
 class Chain:
     """Nested directories on alternating shards with a file in the last one; `close` puts the first below the last."""
 
-    def __init__(self, names: NamespaceOperations, spread: bool) -> None:
+    def __init__(self, names: CrossShardNames, spread: bool) -> None:
         self.names = names
         self.spread = spread
 
@@ -204,7 +204,7 @@ class Chain:
 @pytest.mark.parametrize("spread", [False, True], ids=["plain", "wide"])
 def test_directory_loop_across_shards_is_found_and_repaired(spread: bool):
     async def main() -> None:
-        async with NamespaceOperations() as names:
+        async with CrossShardNames() as names:
             chain = await Chain(names, spread).begin()
             assert not (await checked(names)).problems
             chain.close()
@@ -234,7 +234,7 @@ def test_apparent_loop_during_renames_is_no_problem(monkeypatch):
     """Parents that were read at different moments are traced twice before a loop is reported."""
 
     async def main() -> None:
-        async with NamespaceOperations() as names:
+        async with CrossShardNames() as names:
             a = await names.directory(2, ROOT_INODE, b"a")
             b = await names.directory(3, ROOT_INODE, b"b")
             climbs = DirectoryLoops(names.pool._clients[0], AdminCalls(names.pool._clients[0]))
@@ -250,7 +250,7 @@ def test_apparent_loop_during_renames_is_no_problem(monkeypatch):
 
 def test_stripe_with_wrong_attributes_is_found_and_repaired():
     async def main() -> None:
-        async with NamespaceOperations() as names:
+        async with CrossShardNames() as names:
             wide = (await names.vfs.mkdir(ROOT_INODE, b"wide", 0o750, ME, wide=True)).inode
             for number in range(40):
                 await names.file(wide, b"%d" % number)
@@ -279,7 +279,7 @@ def test_dump_under_load_is_one_consistent_snapshot(tmp_path):
 
     async def main() -> None:
         paths = [str(tmp_path / f"dump-{number}") for number in range(4)]
-        async with NamespaceOperations() as names:
+        async with CrossShardNames() as names:
             at, stop = names.at, False
             inodes = {number: await names.file(at[number % 3 + 1], b"f%d" % number) for number in range(9)}
 
@@ -344,7 +344,7 @@ def test_dump_under_load_is_one_consistent_snapshot(tmp_path):
 def test_dump_is_loaded_into_a_pool_of_any_shard_count(shards: int, tmp_path):
     async def main() -> None:
         path = str(tmp_path / "dump")
-        async with NamespaceOperations() as names:
+        async with CrossShardNames() as names:
             planted = await Planted(names).begin()
             before = {
                 inode: await names.names(inode) for inode in (ROOT_INODE, *names.at.values(), planted.dir)
