@@ -38,11 +38,11 @@ RENAMED_KEYS = {
 
 
 class Log(msgspec.Struct, frozen=True):
-    """Where the daemons of this node write what they have to say."""
+    """Logs of the daemons of this node."""
 
     level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        Meta(description="least important messages that are kept"),
+        Meta(description="lowest level that is logged"),
     ] = "info"
     to: Annotated[
         Literal["file", "stderr"],
@@ -50,7 +50,9 @@ class Log(msgspec.Struct, frozen=True):
     ] = "file"
     format: Annotated[
         Literal["text", "json"],
-        Meta(description="json: an object a line, with time, level, process, pid, logger, message and error"),
+        Meta(
+            description="json: one object per line, with time, level, process, pid, logger, message and error"
+        ),
     ] = "text"
 
 
@@ -60,9 +62,8 @@ class NetworkConfig(msgspec.Struct, frozen=True):
     host: Annotated[
         str,
         Meta(
-            description="address to listen on over TCP, under TLS; other hosts cannot reach 127.0.0.1; "
-            "empty: none, the daemons "
-            "listen on unix sockets of this machine alone"
+            description="TCP address to listen on, with TLS; 127.0.0.1 is not reachable from other hosts; empty: "
+            "unix sockets of this machine only"
         ),
     ] = ""
     base_port: Annotated[
@@ -70,9 +71,7 @@ class NetworkConfig(msgspec.Struct, frozen=True):
     ] = 0
     plain_text: Annotated[
         bool,
-        Meta(
-            description="send all over the network as it is, without certificates: for networks that are nobody else's"
-        ),
+        Meta(description="no TLS and no certificates; only for a network that no one else uses"),
     ] = False
 
 
@@ -86,9 +85,8 @@ class AccessConfig(msgspec.Struct, frozen=True):
     operators: Annotated[
         str,
         Meta(
-            description="group, by name or number, whose members may read logs, the audit log and the "
-            "pool map; the user of the "
-            "daemons has to be in it, or root; empty: none"
+            description="group (name or number) whose members may read logs, audit log and pool map; the daemons' "
+            "user must be root or belong to it; empty: none"
         ),
     ] = ""
 
@@ -103,19 +101,19 @@ class SupervisorConfig(msgspec.Struct, frozen=True):
         float, Meta(gt=0, le=60, description="wait before a dead process is started again")
     ] = 0.05
     restart_delay_max_s: Annotated[
-        float, Meta(gt=0, le=3600, description="the wait doubles up to this with each death")
+        float, Meta(gt=0, le=3600, description="longest wait: the wait doubles with each death")
     ] = 5.0
     healthy_s: Annotated[
-        float, Meta(gt=0, le=3600, description="serving for so long makes the wait the shortest again")
+        float,
+        Meta(gt=0, le=3600, description="a process that has served this long gets the shortest wait again"),
     ] = 1.0
     replace_after_s: Annotated[
         float,
         Meta(
             ge=0,
             le=86400,
-            description="a drive, or a node that keeps the pool map (etcd), may be away so long before "
-            "others make what it had; "
-            "0: for ever",
+            description="how long a drive, or a node with an etcd member, may be away before its copies or its "
+            "member are created elsewhere; 0: they never are",
         ),
     ] = 600.0
 
@@ -126,28 +124,26 @@ class Metrics(msgspec.Struct, frozen=True):
     listen: Annotated[
         str,
         Meta(
-            description="PORT at which http://127.0.0.1:PORT/metrics shows all processes of this node to programs of this "
-            "machine; unix:/PATH for a socket of root and the operators; HOST:PORT opens it to all who reach HOST, "
-            "without a password; empty: nowhere"
+            description="address of the metrics page of this node. PORT: loopback only; unix:/PATH: root and "
+            "operators; HOST:PORT: every host that reaches HOST, without a password; empty: off"
         ),
     ] = ""
 
 
 class Processors(msgspec.Struct, frozen=True):
-    """What daemons and mounts ask of the kernel's power management."""
+    """Power management of the processors."""
 
     awake: Annotated[
         Literal["auto", "always", "never"],
         Meta(
-            description="keep all processors of this machine from sleeping deeply while many requests "
-            "come: shorter waits for more "
-            "power (/dev/cpu_dma_latency); auto: not in guests with more than 16"
+            description="prevent deep processor sleep while many requests arrive: lower latency, more power "
+            "(/dev/cpu_dma_latency); auto: not in guests with more than 16 processors"
         ),
     ] = "auto"
 
 
 class JournalConfig(msgspec.Struct, frozen=True):
-    """The record engine below metadata and chunk index."""
+    """Storage engine of metadata and chunk index."""
 
     durability: Annotated[
         Literal["interval", "always"],
@@ -156,21 +152,33 @@ class JournalConfig(msgspec.Struct, frozen=True):
         ),
     ] = "interval"
     sync_interval_s: Annotated[
-        float, Meta(ge=0.001, le=60, description="the oldest unsynced change after a loss of power")
+        float,
+        Meta(
+            ge=0.001,
+            le=60,
+            description="time between journal syncs: a power loss can lose the changes of this time",
+        ),
     ] = 0.1
     checkpoint_interval_s: Annotated[
-        float, Meta(ge=0.05, le=60, description="how often memory is written to LMDB")
+        float, Meta(ge=0.05, le=60, description="time between checkpoints of the memtable to LMDB")
     ] = 1.0
     layer_entries_max: Annotated[
         int,
         Meta(
             ge=100,
             le=10_000_000,
-            description="changes in memory before they must wait; fewer where they are scattered over many records",
+            description="changes in the memtable that start a checkpoint; at twice as many, new ones wait; "
+            "fewer if they touch many records",
         ),
     ] = 20_000
     map_bytes_max: Annotated[
-        int, Meta(ge=16 * MIB, le=64 * TIB, extra=_BYTES, description="an LMDB environment grows up to this")
+        int,
+        Meta(
+            ge=16 * MIB,
+            le=64 * TIB,
+            extra=_BYTES,
+            description="largest size of the records in an LMDB environment",
+        ),
     ] = TIB
 
 
@@ -178,9 +186,9 @@ class MetadataSection(msgspec.Struct, frozen=True):
     """Metadata shards."""
 
     session_lease_s: Annotated[
-        float, Meta(ge=1, le=3600, description="a silent client's session ends after this")
+        float, Meta(ge=1, le=3600, description="how long a client may be silent before its session ends")
     ] = 60.0
-    grant_s: Annotated[float, Meta(ge=2, le=3600, description="life of a right to a file's chunks")] = 120.0
+    grant_s: Annotated[float, Meta(ge=2, le=3600, description="lifetime of an access token (grant)")] = 120.0
 
 
 class StoreSection(msgspec.Struct, frozen=True):
@@ -191,23 +199,22 @@ class StoreSection(msgspec.Struct, frozen=True):
     )
     reads: Annotated[
         Literal["auto", "executor"],
-        Meta(description="how cold reads wait; auto takes io_uring where a probe at start finds it"),
+        Meta(description="how reads that miss the page cache wait; auto: io_uring if it works here"),
     ] = "auto"
     reserve_share: Annotated[
         float,
-        Meta(ge=0.005, le=0.5, description="part of the capacity kept for overwriting, repair and removal"),
+        Meta(
+            ge=0.005, le=0.5, description="share of the capacity reserved for overwriting, repair and removal"
+        ),
     ] = 0.02
-    give_back: Annotated[bool, Meta(description="punch freed space out of data files on a file system")] = (
-        True
-    )
+    give_back: Annotated[bool, Meta(description="return freed space to the file system (punch holes)")] = True
     resync_bytes_s: Annotated[
         int,
         Meta(
             ge=MIB,
             le=TIB,
             extra=_BYTES,
-            description="bytes a second that a target copies from others to catch up; less "
-            "while requests wait",
+            description="bytes per second that a target copies from other replicas to catch up; fewer under load",
         ),
     ] = 128 * MIB
     scrub_interval_s: Annotated[
@@ -215,8 +222,8 @@ class StoreSection(msgspec.Struct, frozen=True):
         Meta(
             ge=0,
             le=366 * 86400,
-            description="from one round of scrubbing, in which everything is read and compared, to the next; "
-            "0: only when `nvpool scrub` says so",
+            description="time between two scrubs, each of which reads and verifies every stored block; 0: only by "
+            "nvpool scrub start",
         ),
     ] = 7 * 86400.0
     scrub_bytes_s: Annotated[
@@ -225,25 +232,24 @@ class StoreSection(msgspec.Struct, frozen=True):
             ge=64 * KIB,
             le=TIB,
             extra=_BYTES,
-            description="bytes a second of such a round; less while requests wait",
+            description="bytes per second that a scrub reads; fewer under load",
         ),
     ] = 32 * MIB
     short_circuit: Annotated[
         bool,
-        Meta(
-            description="let mounts and programs of this node read the drives themselves; never with direct"
-        ),
+        Meta(description="let local mounts and programs read the drives directly; has no effect with direct"),
     ] = True
     short_circuit_group: Annotated[
         str,
         Meta(
-            description="group, by name or number, whose programs may; empty: root's and the daemon's own user's only"
+            description="group (name or number) that may use short_circuit; empty: only root and the daemons' user"
         ),
     ] = ""
 
 
 class EncryptionSection(msgspec.Struct, frozen=True):
-    """The pool key, which protects the keys of encrypted volumes: the same on each node. Without one there are none."""
+    """Pool key, which protects the keys of encrypted volumes; the same on each node. Without it, encrypted volumes
+    cannot be used."""
 
     key_file: Annotated[
         str,
@@ -261,26 +267,32 @@ class EncryptionSection(msgspec.Struct, frozen=True):
 
 
 class LimitsSection(msgspec.Struct, frozen=True):
-    """What clients may have of each daemon of this node. One peer is a client's certificate, a user of this host, or an address
-    without either. Nodes, root and the daemons' own user are bounded by the totals alone."""
+    """Limits for clients of each daemon of this node. A peer is a client certificate, a user of this host, or an
+    address without either. Nodes, root, operators and the daemons' user are bound only by the totals."""
 
     connections: Annotated[
         int,
         Meta(
             ge=64,
             le=1_000_000,
-            description="of a daemon, and at most three quarters of its open files; a quarter is kept for nodes and root",
+            description="connections of a daemon, at most three quarters of its descriptors; a quarter is "
+            "reserved for nodes and root",
         ),
     ] = 16_384
     connections_per_peer: Annotated[
-        int, Meta(ge=4, le=1_000_000, description="of those; at most half of what clients may have")
+        int,
+        Meta(
+            ge=4,
+            le=1_000_000,
+            description="connections of one peer, at most half of those that are not reserved",
+        ),
     ] = 2048
     requests_per_peer: Annotated[
         int,
         Meta(
             ge=64,
             le=10_000_000,
-            description="requests in flight; above it the busiest connections are not read from",
+            description="requests in flight of one peer; above it, its busiest connections are not read",
         ),
     ] = 8192
     memory_bytes: Annotated[
@@ -289,9 +301,8 @@ class LimitsSection(msgspec.Struct, frozen=True):
             ge=64 * MIB,
             le=TIB,
             extra=_BYTES,
-            description="messages under way and unsent answers of all clients, and at most a quarter of "
-            "the memory; above it the "
-            "one with most is cut off",
+            description="memory of messages in flight and unsent replies of all clients, at most a quarter of "
+            "RAM; above it, the peer with the most is disconnected",
         ),
     ] = 4 * GIB
     memory_bytes_per_peer: Annotated[
@@ -300,7 +311,7 @@ class LimitsSection(msgspec.Struct, frozen=True):
             ge=64 * MIB,
             le=TIB,
             extra=_BYTES,
-            description="large requests under way; above it no more are read until some have ended",
+            description="memory of large requests of one peer; above it, no more are read until some have ended",
         ),
     ] = 256 * MIB
     message_s: Annotated[
@@ -308,16 +319,19 @@ class LimitsSection(msgspec.Struct, frozen=True):
         Meta(
             ge=1,
             le=3600,
-            description="for a message to come whole, or answers to be taken, and a second more for each "
-            "MiB; then the client is "
-            "cut off",
+            description="time to receive a message or to send replies, plus one second per MiB; then the client "
+            "is disconnected",
         ),
     ] = 30.0
     sessions: Annotated[
-        int, Meta(ge=100, le=1_000_000, description="of a shard; a tenth is kept for nodes and root")
+        int,
+        Meta(ge=100, le=1_000_000, description="sessions of a shard; a tenth is reserved for nodes and root"),
     ] = 10_000
     sessions_per_peer: Annotated[
-        int, Meta(ge=4, le=1_000_000, description="each mount and program has one at each shard")
+        int,
+        Meta(
+            ge=4, le=1_000_000, description="sessions of one peer at a shard; each mount and program has one"
+        ),
     ] = 2000
     locks_per_peer: Annotated[
         int, Meta(ge=1024, le=100_000_000, description="locked ranges at a shard, over all sessions")
@@ -328,37 +342,37 @@ class LimitsSection(msgspec.Struct, frozen=True):
 
 
 class Rdma(msgspec.Struct, frozen=True):
-    """One-sided writes of stores into their readers' memory, with UCX (pip install 'nvpool[rdma]'). What is read is not
-    encrypted on its way then; all else is. Look at a machine with: nvpool doctor rdma"""
+    """RDMA: stores write into their readers' memory, with UCX (pip install 'nvpool[rdma]'). These bytes
+    are not encrypted; everything else between hosts is. Check a machine with: nvpool doctor rdma"""
 
     enabled: Annotated[
         Literal["auto", "off"],
-        Meta(description="auto: where a device works and the reader is in `networks` or `local`"),
+        Meta(description="auto: if a device works and the reader is in `networks` or `local`"),
     ] = "auto"
     networks: Annotated[
         str,
         Meta(
-            description="networks, like 10.1.0.0/16, comma between, that are nobody else's and whose readers get RDMA"
+            description="networks (10.1.0.0/16, comma-separated) that no one else uses; their readers get RDMA"
         ),
     ] = ""
     local: Annotated[
         bool,
         Meta(
-            description="shared memory in place of unix sockets, for readers of this host and of the daemon's own user"
+            description="use shared memory instead of unix sockets for readers of this host that run as the daemons' user"
         ),
     ] = False
     transports: Annotated[
         str,
         Meta(
             pattern="^[a-z0-9_]+(,[a-z0-9_]+){0,15}$",
-            description="UCX's; auto: all for InfiniBand and RoCE, and shared memory within a host",
+            description="transports of UCX; auto: InfiniBand and RoCE, and shared memory on one host",
         ),
     ] = "auto"
     devices: Annotated[
         str,
         Meta(
             pattern=r"^[A-Za-z0-9_.:-]+(,[A-Za-z0-9_.:-]+){0,15}$",
-            description="of this host, like mlx5_0:1, comma between",
+            description="devices of this host, like mlx5_0:1, comma-separated",
         ),
     ] = "all"
     poll_us: Annotated[
@@ -366,7 +380,7 @@ class Rdma(msgspec.Struct, frozen=True):
         Meta(
             ge=0,
             le=1000,
-            description="microseconds to look for the end of a write before waiting for it: faster alone, for processor time",
+            description="microseconds to poll for a completed write before sleeping; lowers latency, costs processor time",
         ),
     ] = 0
 
@@ -384,16 +398,16 @@ class ClientSection(msgspec.Struct, frozen=True):
     engine: Annotated[
         Literal["auto", "kernel", "pyfuse3"],
         Meta(
-            description="of mounts; kernel: /dev/fuse itself, pyfuse3: libfuse, auto: kernel on Linux 5.4 and newer"
+            description="engine of mounts. kernel: /dev/fuse directly; pyfuse3: libfuse; auto: kernel on Linux "
+            "5.4 and newer"
         ),
     ] = "auto"
     transport: Annotated[
         str,
         Meta(
             pattern="^(auto|[a-z][a-z0-9+.-]*)$",
-            description="scheme of the one transport to use: stream+unix, stream, grpc or an installed "
-            "one's; auto: the best that "
-            "both ends have",
+            description="only transport to use: stream+unix, stream, grpc or an installed one; auto: the best "
+            "that both ends have",
         ),
     ] = "auto"
     workers: Annotated[
@@ -401,7 +415,7 @@ class ClientSection(msgspec.Struct, frozen=True):
         Meta(
             ge=1,
             le=WORKERS_MAX,
-            description="processes for a mount that outlives them; all but one only read larger files",
+            description="processes of a mount with a holder; all but one only read files above 64 KiB",
         ),
     ] = 1
     attr_timeout_s: Annotated[
@@ -412,9 +426,7 @@ class ClientSection(msgspec.Struct, frozen=True):
     ] = 1.0
     short_circuit: Annotated[
         bool,
-        Meta(
-            description="read drives of this node without asking their daemon for each byte, where that allows it"
-        ),
+        Meta(description="read local drives directly if the store permits it"),
     ] = True
     locations_bytes: Annotated[
         int,
@@ -422,7 +434,7 @@ class ClientSection(msgspec.Struct, frozen=True):
             ge=0,
             le=64 * GIB,
             extra=_BYTES,
-            description="memory for where blocks lie: a thousandth of what is read",
+            description="memory for block locations, about a thousandth of the data read",
         ),
     ] = 64 * MIB
     write_buffer_bytes: Annotated[
@@ -430,16 +442,16 @@ class ClientSection(msgspec.Struct, frozen=True):
         Meta(ge=MIB, le=64 * GIB, extra=_BYTES, description="unsent writes kept in memory, over all files"),
     ] = 64 * MIB
     read_ahead_bytes: Annotated[
-        int, Meta(ge=0, le=GIB, extra=_BYTES, description="read ahead of one handle that reads in order")
+        int, Meta(ge=0, le=GIB, extra=_BYTES, description="read-ahead of one sequential handle")
     ] = 8 * MIB
     read_ahead_bytes_max: Annotated[
-        int, Meta(ge=0, le=64 * GIB, extra=_BYTES, description="read ahead of all handles together")
+        int, Meta(ge=0, le=64 * GIB, extra=_BYTES, description="read-ahead of all handles together")
     ] = 128 * MIB
     rack: Annotated[
         str,
         Meta(
             max_length=64,
-            description="of this host where it is no node of the pool: replicas of that rack are read first",
+            description="rack of this host if it is not a node; replicas in that rack are read first",
         ),
     ] = ""
 
@@ -478,14 +490,14 @@ def parse_address(text: str) -> tuple[str, int]:
         path = text.removeprefix(SOCKET_PREFIX)
         if not path.startswith("/") or len(os.fsencode(path)) > SOCKET_PATH_MAX or "\0" in path:
             raise InvalidRequest(
-                f"{text!r} is no socket to listen on; write unix:/PATH, with at most {SOCKET_PATH_MAX} bytes "
+                f"{text!r} is not a socket to listen on; write unix:/PATH, with at most {SOCKET_PATH_MAX} bytes "
                 f"of path"
             )
         return path, 0
     host, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise InvalidRequest(
-            f"{text!r} is no address to listen on; write PORT for this machine alone, like 9477, HOST:PORT, "
+            f"{text!r} is not an address to listen on; write PORT for this machine alone, like 9477, HOST:PORT, "
             f"or unix:/PATH"
         )
     return host.strip("[]") or "127.0.0.1", int(port)
@@ -533,7 +545,7 @@ def _contradictions(config: Config) -> list[tuple[str, str, str]]:
     try:
         networks_of(config.rdma.networks)
     except ValueError as error:
-        found.append(("rdma", "networks", f"is no list of networks: {error}"))
+        found.append(("rdma", "networks", f"is not a list of networks: {error}"))
     if config.metrics.listen:
         try:
             parse_address(config.metrics.listen)
@@ -586,7 +598,7 @@ def _parsed(text: str, where: str) -> tuple[Config, tuple[str, ...]]:
             line = lines.get((name, key), lines.get((name, ""), 0))
             present = RENAMED_KEYS.get((name, key), key)
             if present not in fields:
-                problems.append((line, f"{name}.{key} is not known here{_nearest(key, fields)}"))
+                problems.append((line, f"{name}.{key} is unknown{_nearest(key, fields)}"))
                 continue
             if present != key:
                 if present in table:
@@ -610,7 +622,7 @@ def _parsed(text: str, where: str) -> tuple[Config, tuple[str, ...]]:
         sections[name] = kind(**values)
     for key in raw:
         line = lines.get((key, ""), lines.get(("", key), 0))
-        problems.append((line, f"{key} is not known here{_nearest(key, dict(_sections()))}"))
+        problems.append((line, f"{key} is unknown{_nearest(key, dict(_sections()))}"))
     config = Config(**sections)
     for section, key, reason in _contradictions(config):
         problems.append((lines.get((section, key), lines.get((section, ""), 0)), f"{section}.{key} {reason}"))

@@ -44,7 +44,7 @@ def _histogram(name: str, text: str, labels: str = "") -> Metric:
 
 # -- every process -----------------------------------------------------------------------------------------------------------
 
-UP = _gauge("up", "1 while the process answers, 0 when it runs and does not, or does not run.")
+UP = _gauge("up", "1 while the process replies, 0 when it runs and does not, or does not run.")
 BUILD_INFO = _gauge("build_info", "Always 1; the version is the label.", "version")
 PROCESS_CPU = _counter("process_cpu_seconds_total", "Processor time of the process, in user and system mode.")
 PROCESS_MEMORY = _gauge("process_resident_memory_bytes", "Memory of the process that is in RAM.")
@@ -54,112 +54,104 @@ PROCESS_START = _gauge("process_start_time_seconds", "When the process began, si
 
 REQUEST_SECONDS = _histogram(
     "request_seconds",
-    "Requests answered, from their arrival to their answer; a request may be a "
-    "batch of many reads or writes, and pool_map and meta_watch wait on purpose.",
+    "Latency of requests, from arrival to reply. A request may be a batch of reads or writes; "
+    "pool_map and meta_watch wait on purpose.",
     "op transport",
 )
-REQUEST_ERRORS = _counter("request_errors_total", "Requests answered with an error.", "op error")
+REQUEST_ERRORS = _counter("request_errors_total", "Requests whose reply was an error.", "op error")
 REQUEST_BYTES = _counter(
-    "request_bytes_total", "Payload of requests (in) and of their answers (out).", "op transport direction"
+    "request_bytes_total", "Payload of requests (in) and of their replies (out).", "op transport direction"
 )
 REQUESTS_GIVEN_UP = _counter(
-    "requests_given_up_total", "Requests whose asker has gone or cancelled before the answer.", "transport"
+    "requests_given_up_total",
+    "Requests whose caller disconnected or cancelled before the reply.",
+    "transport",
 )
-REQUESTS_IN_WORK = _gauge(
-    "requests_in_work", "Requests that have arrived and are not answered yet.", "transport"
-)
-CALL_SECONDS = _histogram(
-    "call_seconds", "Questions to other processes, from the sending to the answer.", "op"
-)
+REQUESTS_IN_WORK = _gauge("requests_in_work", "Requests in progress.", "transport")
+CALL_SECONDS = _histogram("call_seconds", "Latency of requests to other processes.", "op")
 CALL_ERRORS = _counter(
     "call_errors_total",
-    "Questions that ended with an error: that of the answer, a lost connection, or no answer in time.",
+    "Requests to other processes that failed: error reply, lost connection or timeout.",
     "op error",
 )
 CALLS_IN_FLIGHT = _gauge(
-    "calls_in_flight", "Questions to other processes that wait for their answer or their turn."
+    "calls_in_flight", "Requests to other processes that wait for a reply or are queued."
 )
 
 LIMITS_MET = _counter(
     "limits_met_total",
-    "Times that a client was refused, held back or cut off, by the key of [limits] in node.toml.",
+    "Times that a client was refused, delayed or disconnected, by key of [limits] in node.toml.",
     "limit",
 )
 
 KV_ENTRIES = _gauge("kv_entries", "Records in the LMDB environment of a shard or of a target's index.")
-KV_USED = _gauge("kv_used_bytes", "Of the LMDB environment, in use.")
-KV_MAP_MAX = _gauge("kv_map_max_bytes", "What the LMDB environment may grow to.")
-KV_JOURNAL = _gauge("kv_journal_bytes", "Journal since the last checkpoint.")
-KV_WAITING = _gauge("kv_layer_entries", "Changes in memory that no checkpoint has written yet.")
-KV_CHECKPOINTS = _counter("kv_checkpoints_total", "Checkpoints: memory written to LMDB.")
+KV_USED = _gauge("kv_used_bytes", "Bytes in use in the LMDB environment.")
+KV_MAP_MAX = _gauge("kv_map_max_bytes", "Largest size of the records in the LMDB environment.")
+KV_JOURNAL = _gauge("kv_journal_bytes", "Bytes of the journal since the last checkpoint.")
+KV_WAITING = _gauge("kv_layer_entries", "Changes in the memtable that no checkpoint has written yet.")
+KV_CHECKPOINTS = _counter("kv_checkpoints_total", "Checkpoints of the memtable to LMDB.")
 KV_SYNCS = _counter("kv_syncs_total", "Syncs of the journal.")
 KV_CHANGES = _counter("kv_changes_total", "Changes applied, since the records were made.")
-KV_UNSYNCED = _gauge("kv_unsynced_changes", "Changes that a loss of power would take.")
-KV_DRIVE_FULL = _gauge("kv_drive_full", "1 while the journal or LMDB finds no room on its drive.")
+KV_UNSYNCED = _gauge("kv_unsynced_changes", "Changes that a power loss would lose.")
+KV_DRIVE_FULL = _gauge("kv_drive_full", "1 while the journal or LMDB finds no space on its drive.")
 
 # -- a store -----------------------------------------------------------------------------------------------------------------
 
-STORE_READS = _counter("store_reads_total", "Reads answered by the store, each of a batch.")
-STORE_READ_BYTES = _counter("store_read_bytes_total", "Bytes read by the store for them.")
-STORE_READS_WAITED = _counter(
-    "store_reads_waited_total", "Pieces of reads that were not in memory and waited for the drive."
+STORE_READS = _counter("store_reads_total", "Reads served by the store; each of a batch counts.")
+STORE_READ_BYTES = _counter("store_read_bytes_total", "Bytes of these reads.")
+STORE_READS_WAITED = _counter("store_reads_waited_total", "Parts of reads that waited for the drive.")
+STORE_WRITES = _counter("store_writes_total", "Writes to the store; each of a batch counts.")
+STORE_FLUSHES = _counter(
+    "store_flushes_total", "Flushes that synced the drive; one may serve several requests."
 )
-STORE_WRITES = _counter("store_writes_total", "Writes made by the store, each of a batch.")
-STORE_FLUSHES = _counter("store_flushes_total", "Flushes of the drive that were asked for.")
 STORE_SHORT_CIRCUIT_READS = _counter(
     "store_short_cut_reads_total",
-    "Reads that clients of this host made past the store, as they reported when they asked for locations.",
+    "Short-circuit reads of local clients, as they reported with their next request for locations.",
 )
 STORE_SHORT_CIRCUIT_BYTES = _counter("store_short_cut_bytes_total", "Bytes of these reads.")
 STORE_WAITING = _gauge(
-    "store_waiting_requests", "Requests that wait in the store for the drive, another target, or their turn."
+    "store_waiting_requests", "Requests that wait for the drive, another target or their turn."
 )
-STORE_CAPACITY = _gauge("store_capacity_bytes", "What chunks may take, without the reserve.")
-STORE_USED = _gauge("store_used_bytes", "What chunks take.")
-STORE_BAD_BLOCKS = _gauge(
-    "store_bad_blocks", "Blocks that do not fit their checksum and are not repaired yet."
-)
+STORE_CAPACITY = _gauge("store_capacity_bytes", "Space for chunks, without the reserve.")
+STORE_USED = _gauge("store_used_bytes", "Space that chunks use.")
+STORE_BAD_BLOCKS = _gauge("store_bad_blocks", "Blocks with a wrong checksum that are not repaired yet.")
 STORE_REPAIRED = _counter(
     "store_repaired_blocks_total", "Bad blocks that were rewritten from another replica."
 )
 STORE_REBUILT = _counter(
-    "store_rebuilt_chunks_total", "Chunks that were copied whole from another replica after damage."
+    "store_rebuilt_chunks_total", "Chunks copied completely from another replica after damage."
 )
 STORE_ORPHAN_CHUNKS_REMOVED = _counter(
-    "store_strays_removed_chunks_total", "Chunks given up because their chains are others' now."
+    "store_strays_removed_chunks_total", "Orphan chunks removed: chunks of chains that left this target."
 )
 STORE_ORPHAN_CHUNKS_LEFT = _gauge(
     "store_strays_left_chunks",
-    "Chunks of chains that are others' now and could not be "
-    "removed yet: a drain waits for them, and nvpool status says why.",
+    "Orphan chunks that could not be removed yet. A drain waits for them; nvpool status has the reason.",
 )
 STORE_FENCED = _gauge(
-    "store_fenced", "1 when the store has stopped serving because it cannot vouch for what it holds."
+    "store_fenced", "1 after the store stopped serving because its data may be inconsistent."
 )
 STORE_LEASE = _gauge(
     "store_lease_left_seconds",
-    "For how long the target may serve what others hold too; absent where it "
-    "holds nothing together with others.",
+    "Seconds until the serving lease expires; absent if the target has no chain with other members.",
 )
-RESYNC_CHAINS = _gauge("resync_chains", "Chains that the target catches up with, by how far it is.", "state")
-RESYNC_COPIED = _gauge(
-    "resync_copied_bytes", "Copied from others for the chains that it catches up with now."
-)
-RESYNC_LEFT = _gauge("resync_left_bytes", "Still to be copied, as far as it is known.")
-SCRUB_RUNNING = _gauge("scrub_running", "1 while a round of scrubbing reads what nobody reads.")
+RESYNC_CHAINS = _gauge("resync_chains", "Chains being resynchronized, by state (behind, equal).", "state")
+RESYNC_COPIED = _gauge("resync_copied_bytes", "Bytes copied for these chains.")
+RESYNC_LEFT = _gauge("resync_left_bytes", "Estimated bytes still to copy for these chains.")
+SCRUB_RUNNING = _gauge("scrub_running", "1 while a scrub runs.")
 SCRUB_BLOCKS = _gauge(
-    "scrub_round_blocks", "Blocks of 4 KiB of the round that runs, by whether they were read.", "state"
+    "scrub_round_blocks", "Blocks of 4 KiB of the running scrub, by state: read, or left to read.", "state"
 )
-SCRUB_BAD = _gauge("scrub_round_bad_blocks", "Bad blocks of the round that runs, or of the last one.")
+SCRUB_BAD = _gauge("scrub_round_bad_blocks", "Bad blocks of the running or the last scrub.")
 SCRUB_ENDED = _gauge(
-    "scrub_last_round_end_time_seconds", "When the last whole round ended, since 1970; 0: none yet."
+    "scrub_last_round_end_time_seconds", "End of the last complete scrub, seconds since 1970; 0: none."
 )
 
 # -- a metadata shard --------------------------------------------------------------------------------------------------------
 
 META_SERVING = _gauge(
     "meta_serving",
-    "1 while this member is the primary of its shard and may answer: it has its lease.",
+    "1 while this member is the primary and holds its lease, if it needs one.",
     "shard",
 )
 META_INODES = _gauge("meta_inodes", "Inodes of the shard.", "shard")
@@ -167,29 +159,29 @@ META_OPEN = _gauge("meta_open_inodes", "Inodes that some session has open.", "sh
 META_SESSIONS = _gauge("meta_sessions", "Sessions of clients.", "shard")
 META_LEASES = _gauge(
     "meta_watching_sessions",
-    "Sessions that are notified of changes, and may keep attributes until then.",
+    "Sessions with a watch, which may have inode leases.",
     "shard",
 )
-META_RECALLS = _counter(
-    "meta_recalls_total", "Leases of attributes that were called back for a change.", "shard"
-)
+META_RECALLS = _counter("meta_recalls_total", "Inode leases recalled for a change.", "shard")
 META_RECALLS_LATE = _counter(
-    "meta_recalls_waited_out_total", "Of those, the ones whose end was waited for.", "shard"
+    "meta_recalls_waited_out_total",
+    "Recalls that waited until a client's watch expired.",
+    "shard",
 )
 META_LOCKS = _gauge("meta_locks", "Locks that are held.", "shard")
 META_LOCK_WAITERS = _gauge("meta_lock_waiters", "Requests that wait for a lock.", "shard")
 META_WAITING = _gauge(
-    "meta_waiting_requests", "Requests that wait for a sync, a cut, another shard, or a lease.", "shard"
+    "meta_waiting_requests", "Requests that wait for a sync, a truncation, another shard or a lease.", "shard"
 )
 META_CHANGES = _counter("meta_changes_total", "Changes that were made.", "shard")
 META_REPEATED = _counter(
-    "meta_repeated_total", "Changes that were asked for again and answered from their record.", "shard"
+    "meta_repeated_total", "Replayed changes, for which the stored reply was sent again.", "shard"
 )
-META_REFUSED = _counter("meta_refused_total", "Requests refused for a reason that the user sees.", "shard")
-META_SPANS = _counter("meta_spans_total", "Changes that needed other shards too.", "shard")
+META_REFUSED = _counter("meta_refused_total", "Requests refused with an error for the user.", "shard")
+META_SPANS = _counter("meta_spans_total", "Cross-shard transactions.", "shard")
 META_ORPHANS = _gauge(
     "meta_orphans",
-    "Inodes without a name that somebody still has open, or that are not collected yet.",
+    "Inodes without a name that are open or not collected yet.",
     "shard",
 )
 META_TO_COLLECT = _gauge("meta_to_collect", "Inodes whose chunks are to be removed.", "shard")
@@ -200,24 +192,27 @@ META_BEHIND = _gauge(
     "shard member",
 )
 META_STANDBY_COUNTS = _gauge(
-    "meta_standby_up", "1 while no change is acknowledged that this standby does not have.", "shard member"
+    "meta_standby_up", "1 while every acknowledged change is on this standby.", "shard member"
 )
 
 # -- the supervisor of a node: the pool as its map says, and its processes -------------------------------------------------
 
-POOL_EPOCH = _gauge("pool_map_epoch", "Of the newest pool map on this node.")
-POOL_LEADS = _gauge("pool_leads", "1 on the node that decides changes of the map.")
+POOL_EPOCH = _gauge("pool_map_epoch", "Epoch of the newest pool map on this node.")
+POOL_LEADS = _gauge("pool_leads", "1 on the leading node.")
 POOL_CHAINS = _gauge(
     "pool_chains",
-    "Chains of all replica counts, by state: full; fewer copies than they shall have; none "
-    "that serves. Each node reports the same: use max().",
+    "Chains by state: full, fewer copies than configured, without a serving target. Each node reports "
+    "the same: use max().",
     "state",
 )
 POOL_COPIES_LEFT = _gauge(
-    "pool_copies_left", "Copies of chains that are still to be made: recovery, rebalancing, draining."
+    "pool_copies_left", "Copies of chains still to be created by recovery, rebalancing or draining."
 )
-POOL_FILLING = _gauge("pool_chains_filling", "Chains of which a copy is being made now.")
-POOL_MOVING_PAUSED = _gauge("pool_moving_paused", "1 while the operator has paused the moving of chunks.")
+POOL_FILLING = _gauge("pool_chains_filling", "Chains with a copy in progress.")
+POOL_MOVING_PAUSED = _gauge(
+    "pool_moving_paused",
+    "1 while the operator has paused rebalancing; missing copies are created nevertheless.",
+)
 POOL_TARGETS = _gauge(
     "pool_targets", "Targets by state (up, down), without those that were removed.", "state"
 )
@@ -231,7 +226,7 @@ SHARD_STANDBYS = _gauge(
 )
 TARGET_CHAINS_MISSING = _gauge(
     "target_chains_missing",
-    "Chains that lack the copy which this target is to hold. Every node reports the same: use max().",
+    "Chains whose copy on this target is missing. Every node reports the same: use max().",
     "target",
 )
 DRAIN_STALLED = _gauge(
@@ -242,7 +237,7 @@ DRAIN_STALLED = _gauge(
 )
 TARGET_CHAINS = _gauge(
     "target_chains",
-    "Chains that a target of this node holds (holds), is to get (to_come), and to give away (to_go).",
+    "Chains on a target of this node (holds), to be added (to_come) and to be removed (to_go).",
     "target state",
 )
 CHILD_RESTARTS = _counter(
@@ -250,74 +245,69 @@ CHILD_RESTARTS = _counter(
 )
 CERTIFICATE_LEFT = _gauge(
     "certificate_remaining_seconds",
-    "Until a certificate in this node's pool directory ends: its own "
-    "(member), that of the pool's authority, and those for etcd. Below 0: it has ended.",
+    "Seconds until a certificate of this node expires: its own (member), of the pool's CA, and for "
+    "etcd. Negative: expired.",
     "kind",
 )
-SCRAPE_SECONDS = _gauge("scrape_seconds", "How long the processes of this node took to answer this scrape.")
+SCRAPE_SECONDS = _gauge("scrape_seconds", "How long the processes of this node took to reply to this scrape.")
 
 # -- a client: a mount --------------------------------------------------------------------------------------------------------
 
 FUSE_SECONDS = _histogram(
     "fuse_seconds",
-    "Requests of the kernel, from the turn in which they were taken to their answer; "
-    "of those that were answered in that turn the mean counts. Engine kernel.",
+    "Latency of kernel requests. Requests answered together, in the event-loop iteration of their "
+    "arrival, count with their mean. Engine kernel.",
     "op",
 )
 FUSE_READ_BYTES = _counter(
     "fuse_read_bytes_total",
-    "Bytes handed to the kernel as data: of files, and a little of listings. Engine kernel.",
+    "Bytes sent to the kernel: file data, symbolic links, extended attributes and part of the listings. Engine kernel.",
 )
 FUSE_WRITTEN_BYTES = _counter(
-    "fuse_written_bytes_total", "Bytes taken from the kernel by writes. Engine kernel."
+    "fuse_written_bytes_total", "Bytes received from the kernel in writes. Engine kernel."
 )
-FUSE_IN_WORK = _gauge("fuse_in_work", "Requests of the kernel that are not answered yet. Engine kernel.")
+FUSE_IN_WORK = _gauge("fuse_in_work", "Kernel requests in progress. Engine kernel.")
 CLIENT_READS = _counter(
     "client_reads_total",
-    "Pieces of reads by the way they came: the store's answer, short-circuit reads "
-    "(from the kernel's memory or from the drive), small files kept whole, read-ahead.",
+    "Parts of reads by source: store, short-circuit (page cache or drive), small-file cache, read-ahead.",
     "way",
 )
-CLIENT_MESSAGES = _counter("client_messages_total", "Messages to stores that carried them.")
-CLIENT_WRITES = _counter("client_writes_total", "Pieces of writes that stores have taken.")
+CLIENT_MESSAGES = _counter("client_messages_total", "Read messages to stores.")
+CLIENT_WRITES = _counter("client_writes_total", "Parts of writes acknowledged by stores.")
 CLIENT_PRIMARY_SILENT = _gauge(
     "client_primary_silent_seconds",
-    "For how long the primary of a shard has not answered this client; 0 while it does.",
+    "Seconds for which the primary of a shard has not replied to this client; 0 while it does.",
     "shard",
 )
-CLIENT_UNSTORED = _gauge("client_unstored_bytes", "Written bytes that no store has yet.")
-CLIENT_REPEATS = _counter(
-    "client_repeats_total", "Requests that were asked again: by whom they are answered.", "service"
-)
-CLIENT_HEDGED = _counter(
-    "client_hedged_reads_total", "Reads that another replica was asked for too, because the first was slow."
-)
+CLIENT_UNSTORED = _gauge("client_unstored_bytes", "Dirty bytes that no store has yet.")
+CLIENT_REPEATS = _counter("client_repeats_total", "Retried requests, by service.", "service")
+CLIENT_HEDGED = _counter("client_hedged_reads_total", "Slow reads that were also sent to another replica.")
 CLIENT_MISMATCHES = _counter(
-    "client_mismatches_total", "Blocks that came with a wrong checksum and were read elsewhere.", "way"
+    "client_mismatches_total",
+    "Blocks received with a wrong checksum and read again, from the store or another replica.",
+    "way",
 )
 CLIENT_QUESTIONS = _counter(
     "client_metadata_questions_total",
-    "Questions to metadata services, changes (change) and others (look).",
+    "Requests to metadata services: changes (change) and queries (look).",
     "kind",
 )
-MOUNT_WORKERS = _gauge("mount_workers", "Processes that serve this mount and have answered.")
+MOUNT_WORKERS = _gauge("mount_workers", "Processes that serve this mount and have replied.")
 
 # -- the bridge ----------------------------------------------------------------------------------------------------------------
 
 BRIDGE_SECONDS = _histogram(
     "bridge_request_seconds",
-    "Calls of container engines answered: the transport is docker or csi.",
+    "Latency of requests of container engines (docker or csi).",
     "op transport",
 )
 BRIDGE_ERRORS = _counter(
     "bridge_request_errors_total",
-    "Calls of container engines that were refused or failed.",
+    "Requests of container engines that failed.",
     "op transport error",
 )
-BRIDGE_USES = _gauge("bridge_volume_uses", "Containers, pods and their like that use a volume on this host.")
-BRIDGE_UNTOLD = _gauge(
-    "bridge_ended_uses", "Uses that have ended here and have not been reported to the pool yet."
-)
+BRIDGE_USES = _gauge("bridge_volume_uses", "Containers and pods that use a volume on this host.")
+BRIDGE_UNREPORTED = _gauge("bridge_ended_uses", "Detached uses not reported to the pool yet.")
 
 
 # -- durations -------------------------------------------------------------------------------------------------------------

@@ -395,7 +395,7 @@ def test_serve_ends_on_ctrl_c_and_notifies_systemd(pool, tmp_path):
         (lambda d: d.format.write_text("nvpool pool 2\n"), "nvpool pool 2"),
         (
             lambda d: d.node_toml.write_text("[log]\nlevl = 'info'\n"),
-            "line 2: log.levl is not known here; did you mean level?",
+            "line 2: log.levl is unknown; did you mean level?",
         ),
         (lambda d: d.node_toml.unlink(), "nvpool config sample"),
         (lambda d: shutil.rmtree(d.map), "map"),

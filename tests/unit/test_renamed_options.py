@@ -68,7 +68,7 @@ def test_a_wrong_value_of_an_old_key_is_refused_under_its_name():
 
 
 def test_an_old_key_is_unknown_in_other_sections():
-    with pytest.raises(BadConfiguration, match="log.short_cut is not known here"):
+    with pytest.raises(BadConfiguration, match="log.short_cut is unknown"):
         config.parse("[log]\nshort_cut = true\n")
 
 

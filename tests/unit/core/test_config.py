@@ -51,9 +51,9 @@ def test_given_values_are_kept_and_written_back():
 @pytest.mark.parametrize(
     "text, line, reason",
     [
-        ("[log]\nlevl = 'info'", 2, "log.levl is not known here; did you mean level?"),
-        ("\n\n[jurnal]\n", 3, "jurnal is not known here; did you mean journal?"),
-        ("level = 'info'", 1, "level is not known here"),
+        ("[log]\nlevl = 'info'", 2, "log.levl is unknown; did you mean level?"),
+        ("\n\n[jurnal]\n", 3, "jurnal is unknown; did you mean journal?"),
+        ("level = 'info'", 1, "level is unknown"),
         ("log = 3", 1, "log is a section: write it as [log]"),
         ("[log]\nlevel = 'loud'", 2, 'log.level = "loud"'),
         ("[meta]\n# so\nsession_lease_s = -1", 3, "meta.session_lease_s = -1"),
