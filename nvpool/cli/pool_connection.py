@@ -158,9 +158,7 @@ async def ask(
                 nobody = nobody or isinstance(error, Unreachable) or (late and not error.may_be_applied)
                 if late or not repeat or SYSTEM_CLOCK.boottime_s() + 0.2 > deadline_s:
                     if nobody:
-                        raise Unreachable(
-                            f"nobody answers for the pool {pool}", remedy=_remedy(pool)
-                        ) from error
+                        raise Unreachable(f"the pool {pool} does not answer", remedy=_remedy(pool)) from error
                     raise
             await asyncio.sleep(0.1)
     finally:

@@ -77,14 +77,14 @@ class Stale(NvpoolError):
 
 
 class Unavailable(NvpoolError):
-    """Not to be had here and now; try elsewhere or later."""
+    """Not available now; try another replica, or later."""
 
     errno = errno.EIO
     wire_code = 300
 
 
 class Damaged(NvpoolError):
-    """What is stored here is not what was written."""
+    """Stored data differs from what was written."""
 
     errno = errno.EIO
     wire_code = 400
@@ -150,7 +150,7 @@ class AccessDenied(Refused):
 
 
 class InvalidRequest(Refused):
-    """The request makes no sense."""
+    """Invalid request."""
 
     errno = errno.EINVAL
     wire_code = 108
@@ -213,7 +213,7 @@ class TooBig(Refused):
 
 
 class RangeTooSmall(Refused):
-    """The given buffer is too small for the answer."""
+    """The buffer is too small for the reply."""
 
     errno = errno.ERANGE
     wire_code = 117
@@ -269,14 +269,14 @@ class TooManyOpen(Refused):
 
 
 class BadHandle(Refused):
-    """The handle is closed, or does not allow this."""
+    """The handle is closed, or was opened without this access."""
 
     errno = errno.EBADF
     wire_code = 125
 
 
 class ProtocolMismatch(Refused):
-    """The other side speaks no protocol version that we know."""
+    """The peer speaks no protocol version that this process knows."""
 
     errno = errno.EPROTO
     wire_code = 126
@@ -297,7 +297,7 @@ class WouldBlock(Refused):
 
 
 class WouldDeadlock(Refused):
-    """Who holds the lock waits for one that the caller holds."""
+    """Deadlock: the holder of the lock waits, directly or through others, for a lock of the caller."""
 
     errno = errno.EDEADLK
     wire_code = 129
@@ -318,7 +318,7 @@ class LockLost(Refused):
 
 
 class BeyondData(Refused):
-    """There is no such place in the file: nothing but a hole follows, or its end."""
+    """The offset is at or beyond the end of the data (SEEK_DATA, SEEK_HOLE)."""
 
     errno = errno.ENXIO
     wire_code = 132
@@ -334,7 +334,7 @@ class DirectoryGone(NotFound):
 
 
 class KeyMissing(Refused):
-    """The key of an encrypted volume is not to be had here: a daemon has no pool key, or not the one that protects it."""
+    """The key of an encrypted volume is not available: the daemon has no pool key, or a different one."""
 
     errno = errno.ENOKEY
     wire_code = 134
@@ -368,7 +368,7 @@ class StaleCut(Stale):
 
 
 class StaleSequence(Stale):
-    """The slot has served a later request; the answer to this one is gone. Only a client at fault sees this."""
+    """The slot has served a later request; the reply is gone. Only a faulty client sees this."""
 
     wire_code = 205
 
@@ -392,13 +392,13 @@ class WrongTarget(Stale):
 
 
 class StaleLease(Stale):
-    """The lease under which this was asked for has ended, or is somebody else's by now: what it stood for is not ours."""
+    """The lease has expired or belongs to another holder."""
 
     wire_code = 209
 
 
 class StaleVersion(Stale):
-    """A chunk's version was given before: the head of its chain gives a higher one."""
+    """This version of the chunk was issued before; the head of the chain must assign a higher one."""
 
     wire_code = 210
     version: int = 0
@@ -406,32 +406,32 @@ class StaleVersion(Stale):
 
 
 class SpreadDirectory(Stale):
-    """The directory is wide, and another shard has the name's partition: ask that one."""
+    """The directory is striped: send the request to the shard of the name's partition."""
 
     wire_code = 211
 
 
 class StaleTenure(Stale):
-    """This target may not serve at the moment what others hold too: fetch the map, ask another target of the chain."""
+    """The target has no valid serving lease: fetch the map, or use another target of the chain."""
 
     wire_code = 220
 
 
 class StaleIdentity(Stale):
-    """Who shows this certificate is not in the pool, by the map known here: wait for a newer one, or join the pool again."""
+    """This certificate is unknown in the pool map: wait for a newer map, or join the pool again."""
 
     errno = errno.EACCES
     wire_code = 225
 
 
 class StaleTerm(Stale):
-    """The shard has a later primary: who said this is none any more, or speaks for one who is not."""
+    """The shard has a newer primary."""
 
     wire_code = 230
 
 
 class StaleMember(Stale):
-    """The members of the shard have changed since this was asked for: ask again with what the map says now."""
+    """The members of the shard have changed: repeat the request with the newest map."""
 
     wire_code = 231
 
@@ -470,14 +470,14 @@ class Draining(Unavailable):
 
 
 class Fenced(Unavailable):
-    """The target or shard has stopped serving because it cannot vouch for what it holds."""
+    """The target or shard is fenced: its data may be inconsistent."""
 
     wire_code = 305
     retry_after_s = 0.5
 
 
 class Unreachable(Unavailable):
-    """Nobody answers at any of the addresses."""
+    """No endpoint answers."""
 
     wire_code = 306
 
@@ -491,7 +491,7 @@ class Cancelled(Unavailable):
 
 
 class NotLeader(Unavailable):
-    """The node that was asked does not lead the pool, or no node does at the moment: ask again shortly."""
+    """This node does not lead the pool, or no node does: retry shortly."""
 
     wire_code = 308
     retry_after_s = 0.1
@@ -531,13 +531,13 @@ class DriveFailed(Damaged):
 
 
 class WritesLost(Damaged):
-    """What was written and not flushed yet was lost where it was stored, as with the power of its machine."""
+    """Unflushed writes were lost in the store, for example in a power loss."""
 
     wire_code = 405
 
 
 class BytesLost(Damaged):
-    """What was stored here was given up with the drives that held it; rewrite it, or remove the file."""
+    """The data was given up with its drives; write the file again, or remove it."""
 
     wire_code = 406
 
@@ -546,7 +546,7 @@ class BytesLost(Damaged):
 
 
 class InvariantBroken(Bug):
-    """Two facts that cannot both be true are."""
+    """Internal contradiction."""
 
     wire_code = 501
 

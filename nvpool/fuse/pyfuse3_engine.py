@@ -478,7 +478,7 @@ class Pyfuse3Engine:
         Pyfuse3Engine._taken = True
         self._mount = mount_at(self._mount_point)
         if self._mount is None:
-            raise Unavailable(f"{self._mount_point} was unmounted immediately by somebody else")
+            raise Unavailable(f"{self._mount_point} was unmounted by another process")
         return self._mount
 
     async def serve(self) -> None:

@@ -95,7 +95,7 @@ class Child:
             if self._clock.boottime_s() - self._serves_since_s >= self._timing.healthy_s:
                 delay = self._timing.restart_delay_min_s
             if code == EXIT_IN_USE:
-                log.info("%s runs already, started by somebody else", self.name)
+                log.info("%s already runs; another process started it", self.name)
             else:
                 self.restarts += 1
                 log.warning("%s has ended (%s); starting it again in %.2f s", self.name, self.last_end, delay)
@@ -245,7 +245,7 @@ class Child:
         if self._popen is not None:
             code = self._popen.wait()
         self.last_end = (
-            "it was adopted, so nobody knows how"
+            "exit code unknown: the process was adopted"
             if code is None
             else f"exit code {code}"
             if code >= 0

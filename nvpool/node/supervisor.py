@@ -254,13 +254,11 @@ class Supervisor:
                 for lasting in lastings:
                     if lasting.done():
                         lasting.result()
-                        raise Bug(
-                            "nobody follows the map, renews certificates, or watches over shards and etcd, any more"
-                        )
+                        raise Bug("a background task of the supervisor has stopped")
                 for name, keeper in self._keepers.items():
                     if keeper.done() and not self._stop.asked.is_set():
                         keeper.result()
-                        raise Bug(f"{name} is not kept any more")
+                        raise Bug(f"background task {name} has stopped")
                 if self._failed.done():
                     self._failed.result()
                 if managing.done():

@@ -167,8 +167,8 @@ class Health:
         The supervisor restarts a process that has ended, but not a hung one.
         """
         if process["state"] == "silent" and process.get("hangs"):
-            return f"kill -9 {process.get('pid') or 'its process'}{self._on(process['node'])} (its supervisor starts it again)"
-        return f"{self._log(process['name'], process['node'])}; it is started again by itself"
+            return f"kill -9 {process.get('pid') or 'its process'}{self._on(process['node'])} (its supervisor restarts it)"
+        return f"{self._log(process['name'], process['node'])}; the supervisor restarts it"
 
     def _new_drive(self, target: Target) -> str:
         return f"nvpool drive replace {self._pool} {target.drive} NEW_PATH --lost"
@@ -182,12 +182,19 @@ class Health:
         for node in self._nodes:
             if node["node"] not in self._silent:
                 continue
-            names = [
-                one["name"]
-                for one in (*self._metas.values(), *self._stores.values())
-                if one["node"] == node["node"] and one["state"] not in WELL
+            others = [
+                one for one in (*self._metas.values(), *self._stores.values()) if one["node"] == node["node"]
             ]
-            with_it = f", nor do its {', '.join(names)}" if names else ", its other processes do"
+            names = [one["name"] for one in others if one["state"] not in WELL]
+            with_it = ""
+            if names:
+                several = len(names) > 1
+                with_it = (
+                    f", and its process{'es' if several else ''} {', '.join(names)} "
+                    f"do{'' if several else 'es'} not answer either"
+                )
+            elif others:
+                with_it = ", but its other processes do"
             yield HealthProblem(
                 "node-silent",
                 f"node {node['node']} ({node['name']}) does not answer{with_it}: {node['reason']}",
@@ -213,27 +220,26 @@ class Health:
                         "process-down",
                         f"{name} {_what_is(store)}",
                         self._restart(store)
-                        + self._change(f"; where its drive is broken: {self._new_drive(target)}"),
+                        + self._change(f"; if the drive is broken: {self._new_drive(target)}"),
                         **about,
                     )
             elif store["state"] == "serving" and target.state == "down" and target.desired_state != "lost":
-                how = (
-                    f"not accepted: {store['refused']}"
-                    if store.get("refused")
-                    else "accepted again since just now"
-                )
+                how = f"refused: {store['refused']}" if store.get("refused") else "accepted again just now"
                 remedy = (
-                    f"where it lasts for more than 10 s: kill {store.get('serving_pid') or 'its process'}"
-                    f"{self._on(target.node)} (its supervisor starts it again)"
+                    f"if this lasts for more than 10 s: kill {store.get('serving_pid') or 'its process'}"
+                    f"{self._on(target.node)} (its supervisor restarts it)"
                 )
                 if store.get("refused") == BROKEN:
                     how = BROKEN
-                    remedy = f"mend the network between them (on each: nvpool doctor --pool {self._pool}); it returns by itself"
+                    remedy = (
+                        f"repair the network between them (on each: nvpool doctor --pool {self._pool}); "
+                        "the target then returns by itself"
+                    )
                 else:
                     how = f"its heartbeats are {how}"
                 yield HealthProblem(
                     "target-left-out",
-                    f"{name} says that it serves, and the pool map leaves it out: {how}",
+                    f"{name} serves, but the pool map excludes it: {how}",
                     remedy,
                     **about,
                 )
@@ -272,8 +278,8 @@ class Health:
             here, most = len(usable(self._map.targets)), max(table.id for table in self._map.tables)
             yield HealthProblem(
                 "copies-missing",
-                f"{counts['nowhere']} chains have fewer copies than they shall: {here} "
-                f"drive{'' if here == 1 else 's'} can be used, and {most} copies of each chunk are asked for",
+                f"{counts['nowhere']} chains have too few copies: {here} "
+                f"drive{'' if here == 1 else 's'} can be used, and {most} copies of each chunk are configured",
                 self._change_later(f"nvpool drive add {self._pool} PATH"),
                 count=counts["nowhere"],
             )
@@ -289,15 +295,19 @@ class Health:
             if node is not None
             else f"bring {'it' if len(targets) == 1 else 'one of them'} back"
         )
+        until = (
+            f"{whose} is back"
+            if only is not None
+            else f"one of these is back: {whose or 'the targets that were given up'}"
+        )
         remedy = back
         if one is not None:
             remedy += self._change(
-                f"; to do without what is in them for ever: {self._lost_drive(one)} --give-up"
+                f"; or give up the data of these chains for ever: {self._lost_drive(one)} --give-up"
             )
         return HealthProblem(
             "data-unavailable",
-            f"{count} chains have no target that serves: what they hold cannot be read or "
-            f"written until one is back of {whose or 'those that were given up'}",
+            f"{count} chains have no serving target: their data cannot be read or written until {until}",
             remedy,
             "unavailable",
             node=only.node if only is not None else None,
@@ -312,26 +322,30 @@ class Health:
         """Return the problem of chains that lack the copy of one target."""
         count, store = how.total(), self._stores.get(target.id, {})
         have = ", ".join(f"{live} of {shall}" for live, shall in sorted(short))
-        head = f"{count} chains have fewer copies than they shall ({have}): {self._name(target)} does not have its copies, "
+        head = (
+            f"{count} chains have too few copies ({have}): their copies on {self._name(target)} are missing; "
+        )
         most = max((table.id for table in self._map.tables), default=1)
         others = [one for one in usable(self._map.targets) if one.id != target.id]
         if len(others) < most:
-            replaced, lost = "and no other drive could take them", self._new_drive(target)
+            replaced, lost = "no other drive can take them", self._new_drive(target)
         elif self._replace_after_s:
-            replaced = f"they are made again elsewhere {format_seconds(self._replace_after_s)} after it went"
+            replaced = (
+                f"they are copied to other drives {format_seconds(self._replace_after_s)} after the failure"
+            )
             lost = self._lost_drive(target)
         else:
             replaced, lost = (
-                "by itself nobody makes them elsewhere (supervisor.replace_after_s is 0)",
+                "they are not copied automatically (supervisor.replace_after_s is 0)",
                 self._lost_drive(target),
             )
         if target.desired_state in ("lost", "away", "remove") or target.state == "gone":
-            why, remedy = f"it is {target.desired_state}, and others are being filled", ""
+            why, remedy = f"the drive is {_leaving(target)}, and its data is copied to other drives", ""
         elif target.node in self._silent and not self._serves(target.id):
             why = f"its node does not answer; {replaced}"
             remedy = self._start_node(target.node)
         elif store.get("lacks_room"):
-            why = "there is no room for them on it"
+            why = "the drive has no space for them"
             remedy = self._change_later(f"nvpool drive add {self._pool} PATH")
         elif not self._serves(target.id):
             why = f"its process {_what_is(store) if store else 'is not known'}; {replaced}"
@@ -341,13 +355,13 @@ class Health:
                 else self._change_later(lost)
             )
         elif target.state == "down":
-            why = "its process serves and the pool map leaves it out: see there"
+            why = "the process serves but the pool map excludes it; see that problem"
             remedy = ""
         elif how["filled"] or target.state == "up":
-            why = f"{how['filled']} are being filled now, {how['waits']} wait for their turn"
+            why = f"{how['filled']} are being copied, {how['waits']} are queued"
             remedy = f"wait; nvpool pool rebalance {self._pool} --status shows how far it is"
         else:
-            why, remedy = "they are to be filled", ""
+            why, remedy = "copying has not started", ""
         return HealthProblem(
             "copies-missing",
             head + why,
@@ -373,7 +387,7 @@ class Health:
                     f"shard {shard.id}: {primary['name']}{self._on(primary['node'])} serves, and "
                     f"{primary['reason']}",
                     self._change(
-                        f"have a standby filled now: nvpool shard standbys {self._pool} "
+                        f"create a standby now: nvpool shard standbys {self._pool} "
                         f"{shard.id} {max(1, len(shard.standbys))}, or "
                     )
                     + f"write a dump: nvpool dump {self._pool} FILE",
@@ -394,12 +408,12 @@ class Health:
             else []
         )  # a waiting primary only lacks its lease
         text = (
-            f"shard {shard.id} has no primary that serves, so nothing below it can be changed or looked up: "
+            f"shard {shard.id} has no serving primary, so nothing in it can be looked up or changed: "
             f"{primary['name']}{self._on(primary['node'])} {_what_is(primary)}"
         )
         if away:
             whom = " and ".join(f"{meta['name']}{self._on(meta['node'])} ({meta['state']})" for meta in away)
-            text += f"; it waits for {whom}, which may have changes that it lacks"
+            text += f"; it waits for {whom}, which may have newer changes"
         if primary["node"] in self._silent:
             remedy = self._start_node(primary["node"])
         elif away:
@@ -410,18 +424,18 @@ class Health:
                 else self._log(meta["name"], meta["node"])
             )
             remedy += self._change(
-                f"; to go on without what it has: nvpool shard standbys {self._pool} {shard.id} "
+                f"; to continue without those changes: nvpool shard standbys {self._pool} {shard.id} "
                 f"{len(shard.standbys) - len(away)}"
             )
         elif primary["state"] == "waiting" and not self._can_change:
             remedy = "it serves as soon as the pool map can be changed again"
         elif "missing" in why or "no whole records" in why:
             remedy = (
-                "mount the file system that holds its records, or put the directory back; where it is lost for good, "
+                "mount the file system that holds its records, or put the directory back; if it is lost for good, "
                 "load a dump into a new pool (nvpool load NEW_POOL FILE)"
             )
         else:
-            remedy = f"where that lasts for more than some seconds: {self._restart(primary)}"
+            remedy = f"if this lasts for more than a few seconds: {self._restart(primary)}"
         return HealthProblem(
             "shard-no-primary",
             text,
@@ -451,7 +465,7 @@ class Health:
         if len(shard.standbys) < shall:
             places = {place.drive for place in good_places(self._map)}
             reasons.append(
-                f"{shall - len(shard.standbys)} more is to be made"
+                f"{shall - len(shard.standbys)} more will be created"
                 if len(places) > shall
                 else f"there are {len(places)} drives for {shall + 1} members"
             )
@@ -465,8 +479,7 @@ class Health:
         one = unable[0] if len(unable) == 1 else None
         yield HealthProblem(
             "standby-missing" if able else "shard-no-standby",
-            f"shard {shard.id} has {len(able)} of {shall} standbys that could follow its primary: "
-            + "; ".join(reasons),
+            f"shard {shard.id} has {len(able)} of {shall} standbys that can take over: " + "; ".join(reasons),
             "; ".join(remedies),
             node=one["node"] if one else None,
             name=one["name"] if one else "",
@@ -481,27 +494,29 @@ class Health:
         again = f"nvpool shard standbys {self._pool} {shard.id} {wanted(shard) - 1}, and then {wanted(shard)}"
         drive = place_of(self._map, shard, meta["member"]).drive
         if meta["node"] in self._silent:
-            return "does not answer, nor does its node", self._start_node(meta["node"])
+            return "does not answer, and neither does its node", self._start_node(meta["node"])
         if meta["state"] == "lost":
             return (
                 f"has lost its records{why}",
                 self._change(
-                    f"it is made again by itself within a minute; else: {again}",
-                    "it is made again by itself once the pool map can be changed again",
+                    f"it is created again within a minute; otherwise: {again}",
+                    "it is created again once the pool map can be changed again",
                 ),
             )
         if meta["state"] == "away":
-            lost = f"; lost for good: nvpool drive remove {self._pool} {drive} --lost" if drive else ""
+            lost = (
+                f"; if it is lost for good: nvpool drive remove {self._pool} {drive} --lost" if drive else ""
+            )
             return (
                 f"has its records on a drive that is away{why}",
-                "mount the drive" + self._change(f"{lost}; or have another one: {again}"),
+                "mount the drive" + self._change(f"{lost}; or create another one: {again}"),
             )
         if meta["state"] in WELL and not why:
             return (
-                "does not have everything yet",
-                "wait until it is filled" + self._change(f"; where that does not end: {again}"),
+                "has not received all records yet",
+                "wait" + self._change(f"; if it does not finish: {again}"),
             )
-        return _what_is(meta), self._restart(meta) + self._change(f"; or have another one: {again}")
+        return _what_is(meta), self._restart(meta) + self._change(f"; or create another one: {again}")
 
     # -- drains and drives -------------------------------------------------------------------------------------------------
 
@@ -527,8 +542,8 @@ class Health:
                 why, remedy = self._why_not_empty(target)
                 yield HealthProblem(
                     "drain-stalled",
-                    f"drive {target.drive}{self._on(target.node)} has given all its chains away and "
-                    f"does not become empty, nothing was removed for {still}: {why}",
+                    f"drive {target.drive}{self._on(target.node)} has no chains left but is not empty; "
+                    f"nothing was removed for {still}: {why}",
                     remedy,
                     **about,
                 )
@@ -540,8 +555,8 @@ class Health:
             )
             yield HealthProblem(
                 "drain-stalled",
-                f"drive {target.drive}{self._on(target.node)} is being drained and nothing has "
-                f"moved for {still}; {what} to go: {why}",
+                f"the drain of drive {target.drive}{self._on(target.node)} has made no progress for {still}; "
+                f"{what} left: {why}",
                 remedy,
                 count=left,
                 **about,
@@ -562,10 +577,11 @@ class Health:
         if down:
             nodes = [one.node for one in down if one.node in self._silent]
             back = self._start_node(nodes[0]) if nodes else self._log(f"target-{down[0].id}", down[0].node)
-            return f"{', '.join(map(self._name, down[:4]))} shall take them and does not serve", back
+            s, verb = ("s", "do") if len(down) > 1 else ("", "does")
+            return f"the destination{s} {', '.join(map(self._name, down[:4]))} {verb} not serve", back
         if full:
             return (
-                f"{', '.join(map(self._name, full[:4]))} has no room for them",
+                f"{', '.join(map(self._name, full[:4]))} {'have' if len(full) > 1 else 'has'} no space for them",
                 self._change_later(f"nvpool drive add {self._pool} PATH, or {cancel}"),
             )
         if not self._serves(target.id):
@@ -577,7 +593,7 @@ class Health:
         for one in destinations:
             if wait := self._stores.get(one.id, {}).get("resync_wait"):
                 return (
-                    f"{self._name(one)}, which shall take some, waits for {wait}",
+                    f"the destination {self._name(one)} waits for {wait}",
                     self._log(f"target-{one.id}", one.node) + self._change(f"; or {cancel}"),
                 )
         log = self._log(f"target-{target.id}", target.node)
@@ -602,16 +618,16 @@ class Health:
             if target.desired_state == "away" and target.state != "gone":
                 yield HealthProblem(
                     "drive-away",
-                    f"drive {target.drive}{self._on(target.node)} has been away for long: what it held "
-                    f"is made again elsewhere, and it gets its share when it is back",
-                    self._change_later(f"when it will not come back: {self._lost_drive(target)}"),
+                    f"drive {target.drive}{self._on(target.node)} has been away for long: its data "
+                    "is copied to other drives; it gets its share when it returns",
+                    self._change_later(f"if it is lost for good: {self._lost_drive(target)}"),
                     **about,
                 )
             if coming[target.id] and store.get("lacks_room"):
                 yield HealthProblem(
                     "drive-no-room",
-                    f"drive {target.drive} has no room for the {coming[target.id]} chains that it is to get",
-                    self._change_later(f"make some: nvpool drive add {self._pool} PATH"),
+                    f"drive {target.drive} has no space for the {coming[target.id]} chains that it is to receive",
+                    self._change_later(f"add a drive: nvpool drive add {self._pool} PATH"),
                     count=coming[target.id],
                     **about,
                 )
@@ -619,14 +635,21 @@ class Health:
             if room and used >= FULL_SHARE * room:
                 yield HealthProblem(
                     "drive-full",
-                    f"drive {target.drive}{self._on(target.node)} is full to {used / room:.0%}: writes "
-                    f"to it fail when nothing is left",
+                    f"drive {target.drive}{self._on(target.node)} is {used / room:.0%} full: writes "
+                    "to it fail when no space is left",
                     self._change(f"add one: nvpool drive add {self._pool} PATH; or ")
                     + "remove files, or empty the trash",
                     **about,
                 )
             if store.get("host_full"):
                 yield HealthProblem("host-full", f"{store['name']}: {store['host_full']}", **about)
+
+
+def _leaving(target: Target) -> str:
+    """Return why a target is to hold nothing any more."""
+    if target.state == "gone":
+        return "removed from the pool"
+    return "being removed" if target.desired_state == "remove" else target.desired_state
 
 
 def _what_is(process: Said) -> str:

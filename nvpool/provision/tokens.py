@@ -42,8 +42,7 @@ def read_authority(directory: PoolDirectory, below: str = "") -> CertificateAuth
         )
     except FileNotFoundError:
         raise AccessDenied(
-            "this node lets nobody in, since it does not have the key of the pool's authority; ask the first "
-            "node of the pool"
+            "this node cannot admit members: it does not hold the pool's CA key; use the first node of the pool"
         ) from None
     except OSError as error:
         raise from_os_error(error, f"read {error.filename}") from error

@@ -218,7 +218,7 @@ class Transport(Protocol):
     async def connect(self, endpoint: str, greeting: Greeting, *, deadline_s: float) -> Connection:
         """Connect to an endpoint and exchange greetings.
 
-        Unreachable        nobody answers there by deadline_s
+        Unreachable        no reply from there by deadline_s
         ProtocolMismatch   the other side refuses the greeting
         AccessDenied       one side's certificate is refused, or plain text would leave the host
         StaleIdentity      one side's certificate is not in the pool

@@ -161,7 +161,7 @@ class Dialer:
     ) -> Awaitable[Reply]:
         """Call Connection.call on the connection to this daemon; connect first if there is none.
 
-        Unreachable        nobody answers at any endpoint: nothing was sent
+        Unreachable        no endpoint answers: nothing was sent
         DeadlineExceeded, Disconnected, and any error of the server: as for Connection.call
         """
         connection = self.live(endpoints)
@@ -184,7 +184,7 @@ class Dialer:
     async def connect(self, endpoints: Endpoints, deadline_s: float) -> Connection:
         """Return the live connection to this daemon; connect first if there is none.
 
-        Unreachable        nobody answers at any of the endpoints
+        Unreachable        no endpoint answers
         DeadlineExceeded   the attempt took longer than this caller's deadline; it continues for other callers
         ProtocolMismatch   a daemon answers, but no endpoint accepts us: another pool or protocol version
 

@@ -154,7 +154,7 @@ async def take(path: str, timeout_s: float) -> tuple[bytes, list[int]]:
         except FileNotFoundError:
             raise NotSupported(f"nothing is given at {path}") from None
         except OSError as error:  # TimeoutError is one
-            raise Unreachable(f"{path}: {error.strerror or 'no answer in time'}") from None
+            raise Unreachable(f"{path}: {error.strerror or 'timed out'}") from None
 
 
 async def _received(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> tuple[bytes, list[int]]:

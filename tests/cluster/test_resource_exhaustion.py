@@ -108,7 +108,7 @@ def test_drain_without_space_is_reported_until_cancelled(tmp_path):
         )
 
         def problems():
-            return [one for one in pool.status()["problems"] if one.startswith("drive 2 has no room")]
+            return [one for one in pool.status()["problems"] if one.startswith("drive 2 has no space")]
 
         problem = pool.until(problems, "status names the full drive", 120)[0]
         assert "nvpool drive add" in problem and [
@@ -119,7 +119,7 @@ def test_drain_without_space_is_reported_until_cancelled(tmp_path):
         ) as waiting:
             try:
                 said = b""
-                while b"drive 2 has no room" not in said:
+                while b"drive 2 has no space" not in said:
                     assert (some := os.read(waiting.stderr.fileno(), 4096)), said
                     said += some
             finally:

@@ -295,7 +295,7 @@ def test_pool_starts_again_after_the_death_of_all(pool):
     kill_all(pool)
     assert processes_of(pool) == []
     done = nvpool("status", pool, "--wait", "0.3", code=3)
-    assert "nobody answers" in done.stderr and f"nvpool dev up {pool}" in done.stderr
+    assert "does not answer" in done.stderr and f"nvpool dev up {pool}" in done.stderr
     nvpool("dev", "up", pool)
     assert len(processes_of(pool)) == 4
 

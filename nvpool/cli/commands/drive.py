@@ -218,7 +218,7 @@ def is_removing_chunks(drives: list[dict[str, Any]]) -> bool:
 def moving_on(seen: dict[str, Any], shards: Collection[int] = ()) -> str:
     """Return the time left, or what delays the move, as text. `shards`: those with members that move."""
     full = [str(one["drive"]) for one in seen["drives"] if one.get("lacks_room")]  # an older node omits it
-    room = f"drive {', '.join(full)} has no room; make some: nvpool drive add POOL PATH" if full else ""
+    room = f"drive {', '.join(full)} has no space; add a drive: nvpool drive add POOL PATH" if full else ""
     words = (_kept_by(seen, shards), room, *_of_drives(seen), time_left(seen["chains"]))
     return completed(", ".join(word for word in words if word))
 

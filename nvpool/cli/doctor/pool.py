@@ -41,8 +41,7 @@ def chains(status: dict[str, Any]) -> Check:
     if seen["fewer"]:
         return warn(
             "copies",
-            f"{seen['fewer']} of {seen['total']} chains have fewer copies than they shall, {seen['filling']} "
-            "are being filled",
+            f"{seen['fewer']} of {seen['total']} chains have too few copies, {seen['filling']} are being copied",
             "wait, or bring back what is away (nvpool status)",
         )
     return ok("copies", f"all {seen['total']} chains have them")
@@ -81,7 +80,7 @@ def etcd(status: dict[str, Any]) -> Check:
     if not any(one.get("leads") for one in status["nodes"]):
         return bad(
             "map",
-            "nobody leads the pool",
+            "no node leads the pool",
             "more than half of the members of etcd have to run; see nvpool node ls "
             "POOL, and the log etcd.log of each",
         )

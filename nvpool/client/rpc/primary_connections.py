@@ -167,8 +167,8 @@ class PrimaryConnections:
                 self._logged_silent[shard.id] = since_s
                 log.warning(
                     "the primary of shard %d, %s on node %d (%s), has not answered this client for %.0f s, and the "
-                    "newest pool map known here names no other: what needs it waits. Where nvpool status on a node "
-                    "shows it serving, the network between this host and node %d is cut",
+                    "newest pool map known here names no other primary: its requests wait. If nvpool status on a node "
+                    "shows the primary serving, the network between this host and node %d is broken",
                     shard.id,
                     process_name(shard.id, shard.member),
                     shard.node,

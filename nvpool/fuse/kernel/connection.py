@@ -225,7 +225,7 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
         self._mount = mount_at(self._mount_point)
         if self._mount is None:
             os.close(self._fd)
-            raise Unavailable(f"{self._mount_point} was unmounted immediately by somebody else")
+            raise Unavailable(f"{self._mount_point} was unmounted by another process")
         if self._ops.kept is not None:
             self._ops.kept.device = self._mount.device
         return self._mount

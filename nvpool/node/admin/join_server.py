@@ -87,8 +87,8 @@ class JoinServer:
             pool_map = self._keeper.relay.pool_map
             others = [address_of(pool_map.node_by_id[node]) for node in sorted(lets_in(pool_map))]
             raise AccessDenied(
-                f"this node lets nobody in, since it does not have the key of the pool's authority; nodes that "
-                f"have it: {', '.join(others) or 'the first one'}"
+                "this node cannot admit members: it does not hold the pool's CA key; these nodes do: "
+                f"{', '.join(others) or 'the first node of the pool'}"
             ) from None
 
     async def make_token(
@@ -101,8 +101,8 @@ class JoinServer:
         address = address_of(self._keeper.relay.pool_map.node_by_id[self._directory.node])
         if not address:
             raise InvalidRequest(
-                "nobody can join this pool, since it listens on unix sockets of its machine alone",
-                remedy="make a pool that others reach: nvpool pool create DIR --drive PATH --host ADDRESS",
+                "no machine can join: the pool listens only on unix sockets",
+                remedy="create a pool with an address: nvpool pool create DIR --drive PATH --host ADDRESS",
             )
         if kind not in KINDS or not 1 <= lives_s <= TOKEN_S_MAX:
             raise InvalidRequest(
@@ -209,7 +209,7 @@ class JoinServer:
         request = _read(pool_pb2.RenewRequest, call)
         member = call.peer.member
         if not member:
-            raise AccessDenied("only who has a certificate of this pool can have it renewed")
+            raise AccessDenied("only a member with a certificate of this pool can renew it")
         if not member.startswith("node/") and not self._renewals.take(member):
             raise Busy(
                 f"{member} has had its certificate renewed {RENEWALS_MAX} times; try again in a minute",

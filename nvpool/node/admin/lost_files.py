@@ -47,8 +47,8 @@ class LostFiles:
             waiting = ownerless(pool_map)
             sentences = (
                 [
-                    f"{len(waiting)} chains wait to be reset to empty: what is written to them waits until nobody has a "
-                    f"right any more to ask those that were given up"
+                    f"{len(waiting)} chains wait to be reset to empty; writes to them wait until all clients have lost "
+                    f"access to the old targets"
                 ]
                 if waiting
                 else []

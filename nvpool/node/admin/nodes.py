@@ -94,7 +94,7 @@ class Nodes:
 
     async def _token(self, arguments: dict) -> dict:
         if self._reception is None:
-            raise InvalidRequest("nobody can join here")
+            raise InvalidRequest("this node cannot admit members: its supervisor has no map backend")
         try:
             kind, lives_s = str(arguments.get("kind", "node")), float(arguments.get("lives_s", TOKEN_S))
         except (TypeError, ValueError):

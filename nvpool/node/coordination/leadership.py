@@ -198,7 +198,7 @@ class Leading:
                 for task in (deciding, following):
                     if task.done():
                         task.result()
-                        raise Bug("nobody manages the pool any more")
+                        raise Bug("the cluster manager has stopped")
                 if not lease.lost.done():
                     await lease.release()
                 log.warning("this node does not lead the pool any more")

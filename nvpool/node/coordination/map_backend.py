@@ -197,7 +197,7 @@ class MapBackend:
         if newer is not None and newer.etcd:
             self.learn(newer)
         if not self._is_counted_on(known):
-            raise Unavailable("this node's member of etcd was taken out while it was away")
+            raise Unavailable("this node's etcd member was removed while the node was away")
 
     async def _elsewhere(self) -> PoolMap | None:
         """Result of `newest_elsewhere`."""
@@ -364,8 +364,8 @@ class MapBackend:
             newer = await self._elsewhere()
         except StaleIdentity:
             raise Refused(
-                f"this node was removed from the pool while it was away, so the map is not its to keep. Where other "
-                f"nodes are to go on alone, say so there. To be a node again: nvpool pool destroy "
+                "this node was removed from the pool while it was away and cannot take over the map. To continue "
+                "with other nodes alone, run the command there. To join again: nvpool pool destroy "
                 f"{self._directory.path}   and then nvpool node join HOST:PORT"
             ) from None
         if newer is None:
@@ -376,8 +376,8 @@ class MapBackend:
         elif not self._is_counted_on(newer):
             keeping = ", ".join(str(one.node) for one in newer.etcd)
             raise Refused(
-                f"this node's member of etcd was taken out while it was away; nodes that keep the map since: "
-                f"{keeping}. Where most of them are lost for good, recover on one of them that is left"
+                f"this node's etcd member was removed while the node was away; these nodes have members: {keeping}. "
+                f"If most of them are lost for good, run the command on one that is left"
             )
 
     def _check_heir(self, lost: Collection[int], known: PoolMap) -> None:
@@ -386,21 +386,21 @@ class MapBackend:
         This node has no etcd member, and all members must be lost."""
         keeping = sorted(one.node for one in known.etcd)
         if self._location.kind != "etcd" or self._location.external or not keeping:
-            raise Refused("this node has no member of etcd; nodes that have: none")
+            raise Refused("this node has no etcd member, and no other node has one")
         member_nodes = ", ".join(map(str, keeping))
         if {*lost} != {*keeping}:
             raise Refused(
-                f"this node has no member of etcd; nodes that have: {member_nodes}. Where all of them are lost for good, "
-                f"name each with --lost. One that is alive and merely cut off goes on deciding the map alone: then "
-                f"there are two pools of one name, and what is written to either is lost with one of them. So "
-                f"switch it off first, and never start it again with its pool directory as it was"
+                f"this node has no etcd member; these nodes have one: {member_nodes}. If all are lost for good, name each "
+                f"with --lost. Switch them off first, and never start them again with their present pool "
+                f"directories: a node that is only cut off would continue as a second pool, and the writes of one "
+                f"would be lost"
             )
         if not all(
             (self._directory.secret / below / AUTHORITY_KEY_FILE).exists() for below in ("", ETCD_SECRET)
         ):
             raise Refused(
-                f"this node does not have the keys of the pool's authorities, which only node {member_nodes} had: without "
-                f"them nobody could join and no certificate be renewed. Copy secret/{AUTHORITY_KEY_FILE} and "
+                f"this node lacks the pool's CA keys, which only node {member_nodes} had: without them no machine can "
+                f"join and no certificate can be renewed. Copy secret/{AUTHORITY_KEY_FILE} and "
                 f"secret/{ETCD_SECRET}/{AUTHORITY_KEY_FILE} from a backup of its pool directory, or create the "
                 f"pool again and import the files"
             )

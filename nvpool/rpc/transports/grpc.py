@@ -577,13 +577,13 @@ class GrpcTransport:
                 await connection.start()
             return connection
         except TimeoutError:
-            raised: NvpoolError = Unreachable(f"nobody answers at {endpoint} in time")
+            raised: NvpoolError = Unreachable(f"no reply from {endpoint} in time")
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
             trouble = "" if identity is None else identity.own_trouble()
             raised = (
                 AccessDenied(f"{endpoint} hung up: {trouble}")
                 if trouble
-                else Unreachable(f"nobody answers at {endpoint} ({_code_of(error)})")
+                else Unreachable(f"no reply from {endpoint} ({_code_of(error)})")
             )
         except CorruptFrame as error:
             raised = Unreachable(f"{endpoint}: {error}")
@@ -607,9 +607,7 @@ class GrpcTransport:
         except OSError as error:  # TimeoutError is one
             if refusal := refusal_of(error):
                 raise AccessDenied(f"{endpoint}: {refusal}") from None
-            raise Unreachable(
-                f"nobody answers at {endpoint}: {error.strerror or error or 'no answer in time'}"
-            ) from None
+            raise Unreachable(f"no reply from {endpoint}: {error.strerror or error or 'timed out'}") from None
         except (AccessDenied, Stale) as error:
             raise type(error)(f"{endpoint}: {error}") from None
 

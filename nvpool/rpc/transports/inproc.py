@@ -50,11 +50,11 @@ class InprocTransport:
         left_s = deadline_s - self.clock.boottime_s()
         if delay_s is None or delay_s > left_s:
             await asyncio.sleep(max(0.0, left_s))
-            raise Unreachable(f"nobody answers at {endpoint}: no answer in time")
+            raise Unreachable(f"no reply from {endpoint}: timed out")
         await asyncio.sleep(delay_s)
         listener = self.listeners.get(name)
         if listener is None or left_s <= 0:
-            raise Unreachable(f"nobody answers at {endpoint}: there is no such listener in this process")
+            raise Unreachable(f"no reply from {endpoint}: there is no such listener in this process")
         hello = check_hello(encode_hello(greeting), listener.greeting)
         check_hello(encode_hello(listener.greeting), greeting)
         asking = InprocConnection(self, endpoint, listener.greeting.name)

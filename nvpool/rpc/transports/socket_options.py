@@ -100,7 +100,7 @@ def connect_error(error: OSError, endpoint: str) -> NvpoolError:
             f"{endpoint} hung up in the handshake of TLS: it has too many connections from here "
             f"(limits.connections_per_peer), or speaks plain text (network.plain_text, --plain-text)"
         )
-    return Unreachable(f"nobody answers at {endpoint}: {error.strerror or str(error) or 'no answer in time'}")
+    return Unreachable(f"no reply from {endpoint}: {error.strerror or str(error) or 'timed out'}")
 
 
 def listen_error(error: OSError, endpoint: str) -> NvpoolError:

@@ -29,7 +29,7 @@ class BlockingConnection:
 
     No call takes longer than `patience_s` seconds, except the look-up of a host name.
 
-    Unreachable        nobody answers there in time, or the endpoint is none of the stream transports
+    Unreachable        no reply from there in time, or the endpoint is none of the stream transports
     ProtocolMismatch   the other side refuses the greeting
     """
 
@@ -56,7 +56,7 @@ class BlockingConnection:
             else:
                 raise Unreachable(f"{endpoint}: not by waiting for a socket")
         except (OSError, InvalidRequest) as error:
-            raise Unreachable(f"nobody answers at {endpoint}: {error}") from None
+            raise Unreachable(f"no reply from {endpoint}: {error}") from None
         try:
             # Python's own timeout would cost a poll(2) before each call; the kernel's timeout costs nothing.
             self._socket.settimeout(None)

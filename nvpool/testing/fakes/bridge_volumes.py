@@ -176,4 +176,4 @@ class MemoryVolumes:
 
     def _ask(self) -> None:
         if self.silent:
-            raise Unreachable("nobody answers at any of the addresses")
+            raise Unreachable()

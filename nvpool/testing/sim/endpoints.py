@@ -53,7 +53,7 @@ class EndpointTransport(SimTransport):
         if mode == "silent":
             await asyncio.sleep(max(0.0, deadline_s - self.clock.boottime_s()))
         if mode is not None:
-            raise Unreachable(f"nobody answers at {endpoint}: {mode}")
+            raise Unreachable(f"no reply from {endpoint}: {mode}")
         connection = await super().connect(listener_of(endpoint), greeting, deadline_s=deadline_s)
         served = connection.server_side
         if not self._is_local and self._network.owners.get(

@@ -194,10 +194,10 @@ class SimTransport(InprocTransport):
         await asyncio.sleep(network.delay_s())
         owner = network.owners.get(name)
         if owner is None:
-            raise Unreachable(f"nobody answers at {endpoint}")
+            raise Unreachable(f"no reply from {endpoint}")
         if network.is_cut(self._process, owner):
             await asyncio.sleep(max(0.0, deadline_s - self.clock.boottime_s()))
-            raise Unreachable(f"nobody answers at {endpoint}: no answer in time")
+            raise Unreachable(f"no reply from {endpoint}: timed out")
         connection = await super().connect(endpoint, greeting, deadline_s=deadline_s)
         connection.carry = network.pipe(self._process, owner, connection)
         connection.server_side.carry = network.pipe(owner, self._process, connection)

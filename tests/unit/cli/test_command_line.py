@@ -152,7 +152,7 @@ def failing(monkeypatch, error: BaseException) -> None:
 @pytest.mark.parametrize(
     "error, code, said",
     [
-        (Unavailable("nobody is there"), 3, "nvpool: nobody is there\n"),
+        (Unavailable("no reply"), 3, "nvpool: no reply\n"),
         (Refused("no"), 1, "nvpool: no\n"),
         (PermissionError(13, "Permission denied", "/x"), 1, "nvpool: /x: Permission denied\n"),
         (KeyboardInterrupt(), 130, "\ninterrupted\n"),
@@ -180,7 +180,7 @@ def test_invalid_address_is_refused(pool, tmp_path, monkeypatch):
 
 def test_unreachable_address_is_unavailable(capfd):
     code, out, err = run(capfd, "status", "127.0.0.1:1", "--wait", "5")
-    assert (code, out) == (3, "") and "nobody answers" in err
+    assert (code, out) == (3, "") and "does not answer" in err
 
 
 def test_dev_down_without_a_pool_succeeds(capfd, tmp_path):

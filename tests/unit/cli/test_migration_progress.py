@@ -137,7 +137,7 @@ def test_waiting_for_migration_names_what_blocks_it():
     nodes[1]["wish"] = "lost"
     assert moving_on(seen, [2]).startswith("about")
     drives[1]["lacks_room"] = True
-    assert moving_on(seen).startswith("drive 2 has no room; make some: nvpool drive add POOL PATH, about")
+    assert moving_on(seen).startswith("drive 2 has no space; add a drive: nvpool drive add POOL PATH, about")
 
 
 def test_drain_names_the_waiting_target_and_the_reason():

@@ -51,7 +51,7 @@ def seen(pool_map, *, silent=(), stores=None, metas=None, admin_states=None, **n
     }
 
     def process(name, node, **more):
-        away = {"state": "silent", "reason": "nobody answers"} if node in silent else {}
+        away = {"state": "silent", "reason": "no reply"} if node in silent else {}
         return {"name": name, "node": node, "state": "serving", "pid": 4711} | more | away
 
     return Health(
@@ -63,7 +63,7 @@ def seen(pool_map, *, silent=(), stores=None, metas=None, admin_states=None, **n
                 "wish": admin_states.get(one.id, ""),
                 "state": "silent" if one.id in silent else "serving",
             }
-            | ({"reason": "nobody answers"} if one.id in silent else {})
+            | ({"reason": "no reply"} if one.id in silent else {})
             for one in pool_map.nodes
         ],
         [
@@ -154,9 +154,9 @@ def test_missing_copies_name_the_cause_and_the_command():
     assert "kill -9 4711 on node 3" in hangs["process-down"].remedy
 
     filled = kinds(seen(without_copy(a_map(3, 3), 3, joining=(3,))))
-    assert set(filled) == {"copies-missing"} and "2 are being filled now" in filled["copies-missing"].reason
+    assert set(filled) == {"copies-missing"} and "2 are being copied" in filled["copies-missing"].reason
     full = kinds(seen(without_copy(a_map(3, 3), 3, joining=(3,)), stores={3: {"lacks_room": True}}))
-    assert "no room" in full["copies-missing"].reason and "nvpool drive add" in full["copies-missing"].remedy
+    assert "no space" in full["copies-missing"].reason and "nvpool drive add" in full["copies-missing"].remedy
 
 
 def test_serving_store_left_out_of_the_map_is_reported():
@@ -165,7 +165,7 @@ def test_serving_store_left_out_of_the_map_is_reported():
         seen(pool_map, stores={2: {"refused": "this node does not lead the pool", "serving_pid": 99}})
     )
     left_out = found["target-left-out"]
-    assert "says that it serves, and the pool map leaves it out" in left_out.reason
+    assert "serves, but the pool map excludes it" in left_out.reason
     assert "this node does not lead the pool" in left_out.reason and "kill 99 on node 2" in left_out.remedy
     assert left_out.target == 2 and left_out.node == 2
 
@@ -272,14 +272,14 @@ def syncing(pool_map, state="syncing"):
         (
             {"state": "lost", "reason": "its records are gone"},
             "has lost its records: its records are gone",
-            "made again by itself",
+            "created again within a minute",
         ),
         (
             {"state": "away", "reason": "x"},
             "on a drive that is away",
             "nvpool drive remove /srv/pool 2 --lost",
         ),
-        ({"state": "serving"}, "does not have everything yet", "wait"),
+        ({"state": "serving"}, "has not received all records yet", "wait"),
         (
             {"state": "silent", "reason": "late", "pid": 8, "hangs": True},
             "is silent: late",
@@ -316,7 +316,7 @@ def test_drain_is_a_problem_only_when_it_stalls():
     assert "drain-stalled" not in kinds(seen(drained()))
     problem = kinds(seen(drained(), stalled_s={1: 75.0}))["drain-stalled"]
     assert (problem.node, problem.target, problem.drive, problem.count) == (1, 1, 1, 2)
-    assert "nothing has moved for 1 min 15 s" in problem.reason and "--cancel" in problem.remedy
+    assert "has made no progress for 1 min 15 s" in problem.reason and "--cancel" in problem.remedy
 
 
 def test_stalled_drain_names_what_it_waits_for():
@@ -325,9 +325,12 @@ def test_stalled_drain_names_what_it_waits_for():
     down = kinds(seen(with_target(drained(), 3, state="down"), silent={3}, stalled_s={1: 99.0}))[
         "drain-stalled"
     ]
-    assert "target 3 (drive 3) on node 3 shall take them" in down.reason and "start node 3" in down.remedy
+    assert (
+        "the destination target 3 (drive 3) on node 3 does not serve" in down.reason
+        and "start node 3" in down.remedy
+    )
     full = kinds(seen(drained(), stores={3: {"lacks_room": True}}, stalled_s={1: 99.0}))["drain-stalled"]
-    assert "no room" in full.reason and "nvpool drive add /srv/pool" in full.remedy
+    assert "no space" in full.reason and "nvpool drive add /srv/pool" in full.remedy
 
 
 def test_almost_full_drive_is_a_problem():
@@ -347,7 +350,7 @@ def emptied():
 def test_drain_that_removes_nothing_names_what_keeps_chunks():
     kept = {"strays_wait": "7 chunks are kept until this target has heard from the node that leads the pool"}
     problem = kinds(seen(emptied(), stores={1: kept}, stalled_s={1: 99.0}))["drain-stalled"]
-    assert problem.reason.endswith(kept["strays_wait"]) and "does not become empty" in problem.reason
+    assert problem.reason.endswith(kept["strays_wait"]) and "is not empty" in problem.reason
     repair = {
         "strays_wait": "4096 bytes are in use that belong to no chunk; give them back with: nvpool fsck POOL --repair"
     }

@@ -60,25 +60,25 @@ def test_scrub_order_names_its_targets(ordered, order, text):
 
 @pytest.mark.parametrize(("order", "text"), TEXTS)
 def test_scrub_order_that_a_target_missed_ends_with_3(ordered, order, text):
-    code, out, err = ordered([1], {"2": "nobody answers"}, order, POOL)
+    code, out, err = ordered([1], {"2": "no reply"}, order, POOL)
     assert (code, out) == (3, f"{text} target 1\n")
-    assert "target 2 did not get the order: nobody answers" in err and f"nvpool status {POOL}" in err
-    code, out, _ = ordered([], {"2": "nobody answers"}, order, POOL)
+    assert "target 2 did not get the order: no reply" in err and f"nvpool status {POOL}" in err
+    code, out, _ = ordered([], {"2": "no reply"}, order, POOL)
     assert (code, out) == (3, "no target got the order\n")
-    code, out, _ = ordered([], {"2": "nobody answers"}, order, POOL, "--json")
-    assert code == 3 and json.loads(out) == {"targets": [], "silent": {"2": "nobody answers"}}
+    code, out, _ = ordered([], {"2": "no reply"}, order, POOL, "--json")
+    assert code == 3 and json.loads(out) == {"targets": [], "silent": {"2": "no reply"}}
 
 
 def test_scrub_wait_ends_with_3_if_no_target_got_the_order(ordered):
-    code, out, err = ordered([], {"1": "nobody answers"}, "start", POOL, "--wait")
+    code, out, err = ordered([], {"1": "no reply"}, "start", POOL, "--wait")
     assert (code, out) == (3, "no target got the order\n") and "target 1 did not get" in err
-    code, out, _ = ordered([], {"1": "nobody answers"}, "start", POOL, "--wait", "--json")
+    code, out, _ = ordered([], {"1": "no reply"}, "start", POOL, "--wait", "--json")
     assert code == 3 and json.loads(out)["scrub"] == []
 
 
 def test_scrub_wait_reports_the_targets_that_have_it(ordered):
     assert ordered([1], {}, "start", POOL, "--wait")[0] == 0
-    code, out, _ = ordered([1], {"2": "nobody answers"}, "start", POOL, "--wait", "--json")
+    code, out, _ = ordered([1], {"2": "no reply"}, "start", POOL, "--wait", "--json")
     assert code == 3 and [one["target"] for one in json.loads(out)["scrub"]] == [1]
     assert ordered([1], {}, "start", POOL, "--wait", last_bad=2, last_mended=1)[0] == 4
 

@@ -308,7 +308,7 @@ def test_chains_nodes_and_problems():
         assert state(doctor_pool.chains(seen)) == wanted
     assert state(doctor_pool.nodes({"nodes": [node(1), node(2)]})) == OK
     assert state(doctor_pool.nodes({"nodes": [node(1), node(2, "silent")]})) == BAD
-    problems = ["3 chains have fewer copies than they shall", "the mount at /m is dead", "store 1 is fenced"]
+    problems = ["3 chains have too few copies", "the mount at /m is dead", "store 1 is fenced"]
     assert states(doctor_pool.problems({"problems": problems})) == [("pool", BAD)]
     fields = [
         {"kind": kind, "reason": f"reason {kind}", "remedy": remedy}

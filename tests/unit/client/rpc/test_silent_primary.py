@@ -34,7 +34,7 @@ class Bench:
         return [self.connection] if self.connection is not None else []
 
     async def connect(self, endpoints, deadline_s):
-        raise Unreachable("nobody answers")
+        raise Unreachable("no reply")
 
     def looked(self, after_s):
         self.clock.advance(after_s)

@@ -202,7 +202,7 @@ def test_concurrent_batches_get_their_own_bytes(tmp_path, ring):
         device = FileDevice(str(path), uring=ring)
         if ring and device.read_path != "io_uring":
             await device.close()
-            pytest.skip("io_uring is not to be had here")
+            pytest.skip("io_uring is not available here")
 
         async def batch(seed):
             chance = random.Random(seed)
