@@ -361,7 +361,7 @@ def main() -> int:
     arguments = parser.parse_args()
     source = Path(arguments.source or sysconfig.get_paths()["stdlib"]).resolve()
     if not source.is_dir():
-        parser.error(f"{arguments.source} is no directory")
+        parser.error(f"{arguments.source} is not a directory")
     for own in (arguments.directory, arguments.mount):
         if own.absolute().is_relative_to(source):
             parser.error(f"{source} holds {own}, where this pool is going to be; choose another tree")

@@ -264,7 +264,7 @@ def sweep(directory: Path) -> None:
     if not directory.is_absolute() or not any(
         (place / OWNER).is_file() for place in (directory, directory.parent)
     ):
-        raise ValueError(f"{str(directory)!r} is no directory of a bench")
+        raise ValueError(f"{str(directory)!r} is not a directory of a bench")
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in marked(directory):
             with contextlib.suppress(ProcessLookupError):

@@ -136,7 +136,7 @@ def unbind(target: str, volumes: str, remove: bool = False) -> bool:
             )
         if there.root.parts[1] != volumes:
             raise InUse(
-                f"{target} shows {there.root} of the pool {there.source}, which is no volume; unmount that first"
+                f"{target} shows {there.root} of the pool {there.source}, which is not a volume; unmount that first"
             )
         if _libc.umount2(os.fsencode(target), _MNT_DETACH | _UMOUNT_NOFOLLOW):
             number = ctypes.get_errno()

@@ -494,13 +494,13 @@ class BridgeVolumes:
         text = os.fspath(target)
         if not text.startswith("/") or "\0" in text or ".." in Path(text).parts or len(text) >= 4096:
             raise InvalidRequest(
-                f"{shown(text)} is no place to publish a volume at; it takes an absolute path without .."
+                f"{shown(text)} is not a place to publish a volume at; it takes an absolute path without .."
             )
         target = Path(os.path.normpath(text))
         for own in (self._mountpoint, self._state):
             if target.is_relative_to(own) or own.is_relative_to(target):
                 raise InvalidRequest(
-                    f"{shown(text)} is no place to publish a volume at; {own} is the bridge's own"
+                    f"{shown(text)} is not a place to publish a volume at; {own} is the bridge's own"
                 )
         return target
 

@@ -63,7 +63,7 @@ class PlaceType(click.ParamType):  # type: ignore[type-arg]  # generic only in n
         at = _divider(value)
         if at <= 0:
             self.fail(
-                f"{value!r} is no place in a pool; write POOL:/path, as in /srv/pool:/data or 10.0.0.1:17512:/data",
+                f"{value!r} is not a place in a pool; write POOL:/path, as in /srv/pool:/data or 10.0.0.1:17512:/data",
                 parameter,
                 context,
             )

@@ -38,7 +38,7 @@ _MEMBER = re.compile(r"(node|client|bridge)/[A-Za-z0-9_.-]{1,80}")
 def check_member(member: str) -> None:
     """Raise InvalidRequest unless `member` is KIND/NAME."""
     if not _MEMBER.fullmatch(member):
-        raise InvalidRequest(f"{member!r} is no member of a pool: node/NAME, client/NAME or bridge/NAME")
+        raise InvalidRequest(f"{member!r} is not a member of a pool: node/NAME, client/NAME or bridge/NAME")
 
 
 def new_member(

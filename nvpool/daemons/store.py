@@ -73,7 +73,7 @@ async def _open(kept_table: KeptTable | None, opened: ServiceContext) -> StoreSe
         try:
             fenced.write_text(reason)  # not synced: after a reboot the mark is not needed
         except OSError as error:
-            log.warning("that target %d was fenced could not be noted: %s", opened.number, error)
+            log.warning("could not record that target %d is fenced: %s", opened.number, error)
 
     drive = next(
         d for d in opened.pool_map.drives if d.id == opened.pool_map.target_by_id[opened.number].drive

@@ -499,4 +499,4 @@ def announcement(
 def check_name(name: str) -> None:
     """Raise InvalidRequest for a pool name that is no valid label, file name and part of a URL."""
     if not (0 < len(name) <= 63 and name.replace("-", "").replace("_", "").isalnum() and name.isascii()):
-        raise InvalidRequest(f"{name!r} is no name for a pool: use up to 63 letters, digits, - and _")
+        raise InvalidRequest(f"{name!r} is not a name for a pool: use up to 63 letters, digits, - and _")

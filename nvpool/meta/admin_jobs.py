@@ -99,7 +99,7 @@ class AdminJobs:
     def find(self, cursor: bytes, kind: type) -> tuple[int, _Run, bool]:
         """(number, run, whether the run's last step is requested again)."""
         if len(cursor) != _CURSOR.size:
-            raise StaleCursor("this is no cursor of a check or dump")
+            raise StaleCursor("this is not a cursor of a check or dump")
         number, steps = _CURSOR.unpack(cursor)
         run = self._runs.get(number)
         if run is None or not isinstance(run.work, kind) or steps not in (run.steps, run.steps - 1):

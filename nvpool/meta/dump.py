@@ -375,7 +375,9 @@ def parse(payload: bytes, first: bool) -> Iterator[tuple[bytes, bytes]]:
         try:
             line = msgspec.json.decode(text, type=dict)
         except msgspec.DecodeError as error:
-            raise InvalidRequest(f"a line of the dump is no JSON object: {error}: {text[:200]!r}") from None
+            raise InvalidRequest(
+                f"a line of the dump is not a JSON object: {error}: {text[:200]!r}"
+            ) from None
         if first or "nvpool_dump" in line:  # a head line for each dumped shard of the pool
             if line.get("nvpool_dump") != DUMP_FORMAT:
                 raise WrongFormat(f"a dump begins with nvpool_dump {DUMP_FORMAT}, not with {text[:100]!r}")

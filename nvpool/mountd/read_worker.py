@@ -1,7 +1,7 @@
 """Read worker: a process that answers read requests beside the serving process of a mount.
 
-It is forked off the serving process (mountd/read_worker_pool) and is a client of its own, which opens files to
-read them and does nothing else. The worker ends when the serving process ends or closes its socket, and when
+It is forked from the serving process (mountd/read_worker_pool) and has a client of its own, which only opens
+and reads files. The worker ends when the serving process ends or closes its socket, and when
 the mount is gone. SIGTERM does not end it: a service manager sends that to all processes of a mount.
 """
 

@@ -70,7 +70,7 @@ def fork_readers(
                 pid = fork(Program.MOUNT_WORKER, read)
                 made.append(IdleWorker(pid, os.pidfd_open(pid), ours))
             except OSError as error:
-                log.error("this mount has fewer processes than it was to have: %s", error)
+                log.error("this mount has fewer processes than configured: %s", error)
                 ours.close()
                 break
     return made
@@ -117,7 +117,7 @@ class ReadWorkerPool:
                 self._passings[ForwardedReads(channel, descriptor, self._lost)] = reader
                 pidfds.append(os.dup(reader.pidfd))
         except (NvpoolError, OSError) as error:
-            log.error("this mount has fewer processes than it was to have: %s", error)
+            log.error("this mount has fewer processes than configured: %s", error)
         # Descriptors without a worker are kept too, with any pidfd: requests taken from them may be pending.
         pidfds += [os.pidfd_open(os.getpid()) for _ in clones[len(pidfds) :]]
         self._held.keep_readers(clones, pidfds)

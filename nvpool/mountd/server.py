@@ -273,7 +273,7 @@ class _Mounted:
                 self._readers.let_go()
                 await engine.leave(LEAVE_S)
                 self._readers.end()
-                log.info("another process goes on")
+                log.info("another process continues to serve")
                 logging.shutdown()
                 os._exit(0)  # as if killed: an orderly end would take resources from the successor
             left.cancel()

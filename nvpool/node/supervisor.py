@@ -431,7 +431,7 @@ class Supervisor:
         try:
             await self.leading.change(lambda newest: died(newest, dead))
         except Unavailable as error:  # no target starts before the map could be changed
-            log.warning("the map does not know yet that the targets of this node do not run: %s", error)
+            log.warning("the stop of this node's targets is not in the pool map yet: %s", error)
 
     def _ended_at(self, target: int) -> int:
         try:

@@ -189,7 +189,7 @@ def run(main: Callable[[Stop], Awaitable[None]]) -> int:
         log.error("%s", ours, exc_info=error)
         return exit_code(ours)
     except Exception as error:
-        log.error("ended by an error that is none of ours", exc_info=error)
+        log.error("ended by an unexpected error", exc_info=error)
         return EXIT_BUG
     log.info("stopped")
     return EXIT_OK

@@ -180,11 +180,11 @@ def flags_of(mode: str) -> int:
     if not isinstance(mode, str):
         raise TypeError(f"the mode of open has to be a string like 'rb', not {type(mode).__name__}")
     if mode.count("b") + mode.count("t") > 1:
-        raise ValueError(f"{mode!r} is no mode of open: b and t stand once, and not together")
+        raise ValueError(f"{mode!r} is not a mode of open: b and t stand once, and not together")
     kind = mode.replace("b", "").replace("t", "")
     flags = _MODES.get(kind.replace("+", ""))
     if flags is None or kind.count("+") > 1:
-        raise ValueError(f"{mode!r} is no mode of open")
+        raise ValueError(f"{mode!r} is not a mode of open")
     return flags & ~os.O_ACCMODE | os.O_RDWR if "+" in kind else flags
 
 
@@ -209,7 +209,7 @@ def check_opening(
     if errors is not None:
         codecs.lookup_error(errors)
     if newline not in (None, "", "\n", "\r", "\r\n"):
-        raise ValueError(f"{newline!r} is no newline; it is None, '', '\\n', '\\r' or '\\r\\n'")
+        raise ValueError(f"{newline!r} is not a newline; it is None, '', '\\n', '\\r' or '\\r\\n'")
 
 
 def _shown(value: Any) -> str:

@@ -187,7 +187,7 @@ class File(io.RawIOBase):
             return self._place
         base = {os.SEEK_SET: lambda: 0, os.SEEK_CUR: lambda: self._place, os.SEEK_END: self.size}.get(whence)
         if base is None:
-            raise ValueError(f"{whence} is no whence of seek")
+            raise ValueError(f"{whence} is not a whence of seek")
         place = base() + offset
         if place < 0:
             raise OSError(22, "a negative position")

@@ -184,7 +184,7 @@ class AsyncVolumes:
         with as_detailed_os_error(path_of(name) if _is_name(name) else None):
             wanted = _policy(name, bytes_max, files_max, replicas, chunk_bytes, trash_s, encrypted)
             if mode is not None and not 0 <= integer("mode", mode) <= 0o7777:
-                raise InvalidRequest(f"{mode!r} is no mode of a directory; it is from 0 to 0o7777")
+                raise InvalidRequest(f"{mode!r} is not a mode of a directory; it is from 0 to 0o7777")
             if wanted.table and wanted.table not in self._vfs.view.map.table_by_id:
                 await self._vfs.view.refresh()
             for _ in range(_TRIES):
@@ -358,7 +358,7 @@ class AsyncVolumes:
                 with as_detailed_os_error(to):
                     if not names_of(to):
                         raise InvalidRequest(
-                            f"{to!r} is no name to put it back under; say one in the volume, as "
+                            f"{to!r} is not a name to put it back under; say one in the volume, as "
                             f"{path_of(name)}/again"
                         )
                     try:
@@ -440,7 +440,7 @@ class AsyncVolumes:
             except AlreadyExists:
                 attr = await self._vfs.look(ROOT_INODE, VOLUMES)
         if not stat.S_ISDIR(attr.mode):
-            raise NotADirectory("/volumes of this pool is no directory; rename it")
+            raise NotADirectory("/volumes of this pool is not a directory; rename it")
         self._directory = attr.inode
         return attr.inode
 
@@ -643,7 +643,7 @@ def _check_trash(trash_s: int) -> None:
 def _check_entry(inode: int, least: int) -> None:
     if not least <= integer("inode", inode) < 1 << 64:
         raise InvalidRequest(
-            f"{inode!r} is no number of an inode; the trash, when listed, shows those that it has"
+            f"{inode!r} is not an inode number; the trash, when listed, shows those that it has"
         )
 
 

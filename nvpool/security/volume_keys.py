@@ -113,7 +113,7 @@ class PoolKeys:
                 key = b""
             if len(key) != POOL_KEY_BYTES:
                 raise BadConfiguration(
-                    f"line {number} of {where} is no pool key, which has {2 * POOL_KEY_BYTES} hexadecimal "
+                    f"line {number} of {where} is not a pool key, which has {2 * POOL_KEY_BYTES} hexadecimal "
                     f"digits; make a key file with: nvpool encryption key FILE"
                 )
             keys.setdefault(identity_of(key), key)
@@ -208,7 +208,9 @@ def _read_file(path: str) -> str:
     except OSError as error:
         raise BadConfiguration(f"the key file cannot be read: {from_os_error(error, path)}") from None
     except UnicodeDecodeError:
-        raise BadConfiguration(f"{path} is no key file; make one with: nvpool encryption key FILE") from None
+        raise BadConfiguration(
+            f"{path} is not a key file; make one with: nvpool encryption key FILE"
+        ) from None
 
 
 def _run(command: str) -> str:

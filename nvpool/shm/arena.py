@@ -42,7 +42,7 @@ class Arena:
                 or self._kinds[piece] not in (-1, kind)
                 or place in places.get(piece, ())
             ):
-                raise CorruptRecord(f"{length} bytes at {place} are not where bytes can be")
+                raise CorruptRecord(f"an allocation of {length} bytes at {place} is invalid")
             self._kinds[piece] = kind
             places.setdefault(piece, set()).add(place)
             self._used[piece] += 1
@@ -69,7 +69,7 @@ class Arena:
             if not self._fresh:
                 self._gather()
             if not self._fresh:
-                raise NoSpace("the memory for writes that outlive a mount's process is full")
+                raise NoSpace("the mount state has no space for more writes")
             piece = self._fresh.pop()
             self._kinds[piece] = kind
             free += reversed(self._carved(piece))

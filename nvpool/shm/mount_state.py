@@ -187,7 +187,7 @@ class KeptMemory:
                 f"the memory that a mount's process left has version {version}, this nvpool knows {VERSION}: "
                 "unmount, and mount again"
                 if magic == MAGIC
-                else "this is no memory of a mount's process"
+                else "this is not the memory of a mount's process"
             )
         places = _places(arena_bytes)
         if total != size or arena_bytes % MIB or places[-1] + arena_bytes != total:

@@ -69,7 +69,7 @@ class Unanswered:
                 f"the requests that a mount's process left have version {version}, this nvpool knows {VERSION}: "
                 "unmount, and mount again"
                 if magic == MAGIC
-                else "this is no memory of a mount's requests"
+                else "this is not the memory of a mount's requests"
             )
         if request_bytes % PAGE or not request_bytes or total != size or _places(request_bytes)[-1] != total:
             raise CorruptRecord(

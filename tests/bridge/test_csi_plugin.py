@@ -461,7 +461,7 @@ def test_socket_is_private_and_a_dead_one_is_replaced(volumes, tmp_path):
     asked(volumes, tmp_path, ask)
     (tmp_path / "csi.sock").unlink(missing_ok=True)
     (tmp_path / "csi.sock").write_text("somebody's")
-    with pytest.raises(BadConfiguration, match="no socket"):
+    with pytest.raises(BadConfiguration, match="not a socket"):
         asyncio.run(serve_csi(volumes, f"unix://{tmp_path}/csi.sock", pool=POOL))
     assert (tmp_path / "csi.sock").read_text() == "somebody's"
 
@@ -560,7 +560,7 @@ def test_only_binds_of_volumes_are_unmounted(tmp_path):
                     text=True,
                     timeout=60,
                 )
-                assert second.returncode == 2 and "is no socket" in second.stderr, second
+                assert second.returncode == 2 and "is not a socket" in second.stderr, second
                 assert not mounts_below(tmp_path / "second"), "a plugin that cannot listen leaves no mount"
                 done = bridge.csi("NodePublishVolume", **arguments, target_path=str(tmp_path / "file"))
                 assert done.code == "INVALID_ARGUMENT", done

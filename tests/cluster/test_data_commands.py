@@ -154,7 +154,7 @@ def test_volume_create_reports_an_existing_volume(pool):
         "volume twice made\n"
     )
     again = nvpool("volume", "create", pool, "twice", "--size", "1GiB")
-    assert again.stdout.startswith("volume twice is there already")
+    assert again.stdout.startswith("volume twice already exists")
     assert as_json("volume", "create", pool, "twice", "--size", "1GiB")["created"] is False
     assert as_json("volume", "create", pool, "other")["created"] is True
     said = nvpool(

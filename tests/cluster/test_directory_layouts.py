@@ -75,7 +75,7 @@ def test_invalid_layout_is_refused_with_the_remedy(pool):
     client.mkdir("/refused")
     client.write_bytes("/plain", b"x")
     said = nvpool("dir", "set", f"{pool.path}:/plain", "--chunk-size", "1M")
-    assert said.returncode == 1 and "no directory" in said.stderr
+    assert said.returncode == 1 and "not a directory" in said.stderr
     said = nvpool("dir", "set", f"{pool.path}:/refused", "--chunk-size", "100K")
     assert said.returncode == 1 and "power of two" in said.stderr
     with pytest.raises(OSError, match="nvpool dir set"):

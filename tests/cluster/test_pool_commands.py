@@ -178,7 +178,7 @@ def test_non_empty_directory_is_refused(own):
         (["--drive", "{tmp}/a:128M", "--drive", "{tmp}/a/../a:128M"], "named twice"),
         (["--drive", "{tmp}/a:128M", "--replicas", "2"], "replicas"),
         (["--drive", "{tmp}/a:128M", "--chunk-size", "3M"], "power of two"),
-        (["--drive", "{tmp}/a:128M", "--name", "a b"], "no name for a pool"),
+        (["--drive", "{tmp}/a:128M", "--name", "a b"], "not a name for a pool"),
     ],
 )
 def test_invalid_pool_is_refused_and_leaves_nothing(own, tmp_path, arguments, said):

@@ -225,7 +225,7 @@ def test_locks_exclude_processes_of_this_node(here):
         fcntl.flock(b, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_writers_of_different_ranges_do_not_interfere(here):
+def test_writes_to_different_ranges_are_independent(here):
     part = 600_000
 
     def write(number):

@@ -512,7 +512,7 @@ def test_broken_request_is_malformed(request, chance):
             assert answerable(error, raw)
 
 
-def test_noise_is_malformed():
+def test_random_bytes_are_malformed():
     chance = random.Random(5)
     for _ in range(20_000):
         raw = bytearray(chance.randbytes(chance.choice((0, 3, 39, 40, 41, 80, 200))))

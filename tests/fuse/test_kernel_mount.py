@@ -116,7 +116,7 @@ def test_mount_options_are_applied(served):
 
 
 def test_unknown_option_is_refused(tmp_path):
-    with pytest.raises(InvalidRequest, match="'bogus' is no option"):
+    with pytest.raises(InvalidRequest, match="'bogus' is not an option"):
         attach(tmp_path, MountOptions("p", extra=("noexec,bogus",)))
     assert not is_mounted(tmp_path)
 

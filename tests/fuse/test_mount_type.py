@@ -180,8 +180,8 @@ def test_errors_have_the_exit_codes_of_mount_8(own, root):
     place = root.place / "m"
     place.mkdir()
     for source, options, code, said in (
-        (f"{own.directory}:/volumes/x", "bogus=1", 1, "'bogus=1' is no option of nvpool; there are"),
-        ("nothing", "ro", 1, "is no source"),
+        (f"{own.directory}:/volumes/x", "bogus=1", 1, "'bogus=1' is not an option of nvpool; there are"),
+        ("nothing", "ro", 1, "is not a source"),
         (f"{own.directory}:/volumes/y", "ro", 32, "/volumes/y does not exist in the pool"),
         (f"{own.directory}-not:/x", "ro", 32, "pool-not"),
         ("127.0.0.1:9:/x", f"ro,wait=20,log={root.place}/log", 32, "127.0.0.1:9"),

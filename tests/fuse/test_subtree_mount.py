@@ -49,7 +49,7 @@ def mounted_part(own, name, *options):
     return own.mount(own.directory.parent / f"part-{name}", f"--subtree=/{name}/in", *options)
 
 
-def test_subtree_is_all_there_is(own, whole, tree, engine):
+def test_only_the_subtree_is_visible(own, whole, tree, engine):
     part = mounted_part(own, tree, "--engine", engine)
     inside = whole.place / tree / "in"
     try:

@@ -112,7 +112,7 @@ def test_fstab_accepts_the_old_word_with_a_warning(word, monkeypatch, tmp_path, 
 
 def test_fstab_refuses_the_old_word_with_a_value(tmp_path, capsys):
     assert mount_nvpool.main(["h:/x", str(tmp_path), "-f", "-o", "no-short-cut=1"]) == 1
-    assert "is no option of nvpool" in capsys.readouterr().err
+    assert "is not an option of nvpool" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("word", ["--no-short-circuit", "--no-short-cut"])

@@ -76,7 +76,7 @@ def objection(capability: pb.VolumeCapability) -> str:
         )
         return f"{wanted} is not supported; these are: {', '.join(Mode.Name(mode) for mode in SUPPORTED)}"
     if capability.mount.fs_type not in _FS_TYPES:
-        return f"{shown(capability.mount.fs_type)} is no file system of ours; leave fs_type empty"
+        return f"{shown(capability.mount.fs_type)} is not a file system of nvpool; leave fs_type empty"
     if unknown := [flag for flag in capability.mount.mount_flags if flag not in _MOUNT_FLAGS]:
         return f"there is no mount option {shown(unknown[0])}; a volume takes: {', '.join(_MOUNT_FLAGS)}"
     if {"ro", "rw"} <= set(capability.mount.mount_flags):

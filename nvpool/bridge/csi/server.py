@@ -54,7 +54,7 @@ def socket_path(address: str) -> Path:
     text = "/" + text.lstrip("/") if text.startswith("/") else text
     if not text.startswith("/") or "\0" in text or text.endswith("/"):
         raise BadConfiguration(
-            f"{shown(address)} is no unix socket; write it like unix:///run/nvpool/csi.sock"
+            f"{shown(address)} is not a unix socket; write it like unix:///run/nvpool/csi.sock"
         )
     if len(os.fsencode(text)) > SOCKET_BYTES_MAX:
         raise BadConfiguration(
@@ -126,7 +126,7 @@ class _Calls(grpc.GenericRpcHandler):
         try:
             request = request_class.FromString(raw)
         except DecodeError:
-            raise invalid("the request cannot be read: it is no message of CSI 1") from None
+            raise invalid("the request cannot be read: it is not a message of CSI 1") from None
         return await method(request)
 
 
@@ -142,7 +142,7 @@ async def serve_csi(
 ) -> None:
     """Serve CSI until cancelled; then calls in progress have GRACE_S to finish.
 
-    `volumes` has begun, and the caller owns it. `pool` is the label value of nodes that mount the pool.
+    `volumes` is started, and the caller owns it. `pool` is the label value of nodes that mount the pool.
     `started` is called once the server answers calls; calls are recorded in `counts`. A socket that an
     earlier bridge left at the address is replaced.
 
@@ -201,7 +201,7 @@ def _make_room(path: Path) -> None:
         if not path.is_socket():
             if path.exists():
                 raise BadConfiguration(
-                    f"{path} is there and is no socket; remove it, or choose another address"
+                    f"{path} is there and is not a socket; remove it, or choose another address"
                 )
             return
         with socket.socket(socket.AF_UNIX) as caller:

@@ -31,7 +31,7 @@ class PointInTime(click.ParamType):  # type: ignore[type-arg]  # generic only in
             return SYSTEM_CLOCK.wall_ns() / 1e9 - Duration().convert(value, parameter, context)
         except click.BadParameter:
             self.fail(
-                f"{value!r} is no time; write how long ago, like 90s, 12h or 7d, or a time like 2026-11-27T08:00",
+                f"{value!r} is not a time; write how long ago, like 90s, 12h or 7d, or a time like 2026-11-27T08:00",
                 parameter,
                 context,
             )

@@ -21,7 +21,7 @@ def _user(_context: click.Context, _option: click.Parameter, text: str | None) -
     uid, colon, gid = text.partition(":")
     numbers = (uid, gid if colon else uid)
     if not all(number.isascii() and number.isdigit() and 0 < int(number) < 0xFFFFFFFF for number in numbers):
-        raise click.BadParameter(f"{text!r} is no user: write UID or UID:GID, numbers from 1 on")
+        raise click.BadParameter(f"{text!r} is not a user: write UID or UID:GID, numbers from 1 on")
     return int(numbers[0]), int(numbers[1])
 
 

@@ -66,7 +66,7 @@ async def _directory_at(client: Client, place: PoolPath) -> Attr:
 
     attr = await find(client.vfs, place.path)
     if not stat.S_ISDIR(attr.mode):
-        raise NotADirectory(f"{place} is no directory; nvpool file info {place} shows what a file has")
+        raise NotADirectory(f"{place} is not a directory; nvpool file info {place} shows what a file has")
     return attr
 
 
@@ -126,7 +126,7 @@ def set_(place: PoolPath, replicas: int | None, chunk_size: int, wide: bool, as_
     replicas yet, run the command on a node of the pool, because it changes the pool.
     """
     if not replicas and not chunk_size and not wide:
-        raise click.UsageError("say --replicas, --chunk-size or --wide")
+        raise click.UsageError("give --replicas, --chunk-size or --wide")
     _show(place, asyncio.run(_set(place, replicas or 0, chunk_size, wide)), as_json)
 
 

@@ -32,7 +32,7 @@ examples:
     type=Number(0.1, 30),
     default=2.0,
     show_default=True,
-    help="Seconds that the processes of the node have to answer; a process that does not has nvpool_up 0.",
+    help="Seconds to wait for the processes of the node; one that does not answer has nvpool_up 0.",
 )
 @click.option("--describe", is_flag=True, help="Only print the list of metrics: name, kind, labels, meaning.")
 @json_option

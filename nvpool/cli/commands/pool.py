@@ -256,8 +256,8 @@ def _confirm(question: str) -> None:
     if not answer:
         click.echo(err=True)
         raise InvalidRequest(
-            "nothing was destroyed: there was no answer on stdin",
-            remedy="to destroy without a question say --yes",
+            "nothing was destroyed: no answer on stdin",
+            remedy="use --yes to skip the question",
         )
     if answer.strip().lower() not in ("y", "yes"):
         raise Refused("nothing was destroyed")

@@ -127,8 +127,8 @@ def _line(one: dict[str, Any], now_ms: int) -> tuple[str | int | None, ...]:
 
 @scrub.command(
     epilog="""\b
-exit codes: 3 if a target did not get the order; with --wait 4 if bad blocks were found that are not repaired
---json prints targets (that got the order) and silent (number: reason); with --wait also scrub, as nvpool scrub status --json
+exit codes: 3 if a target did not receive the command; with --wait 4 if bad blocks were found that are not repaired
+--json prints targets (that received it) and silent (number: reason); with --wait also scrub, as nvpool scrub status --json
 
 \b
 examples:
@@ -171,7 +171,7 @@ _ORDER_TEXT = {
     "resume": "scrubbing continues on",
     "stop": "scrubbing is stopped on",
 }
-_NOBODY = "no target got the order"
+_NOBODY = "no target received the command"
 
 
 def _order(
@@ -194,7 +194,7 @@ def _order(
     elif not quiet:
         click.echo(_NOBODY)
     for number, reason in result["silent"].items():
-        say(f"target {number} did not get the order: {reason}")
+        say(f"target {number} did not receive the command: {reason}")
     if result["silent"]:
         say(f"see why with: nvpool status {pool}   and repeat the command when these targets answer")
     return result
@@ -234,7 +234,7 @@ def _simple(order: str, text: str, example: str) -> None:
     @scrub.command(
         order,
         help=text,
-        epilog=f"\b\nexit codes: 3 if a target did not get the order\n\n\b\nexample: {example}",
+        epilog=f"\b\nexit codes: 3 if a target did not receive the command\n\n\b\nexample: {example}",
     )
     @pool_argument
     @drive_option

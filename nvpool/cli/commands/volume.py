@@ -77,7 +77,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic only in ne
             exact = float(text[:-1]) * factor if factor else int(text)
             seconds = int(exact)
         except (ValueError, OverflowError):
-            self.fail(f"{value!r} is no time; write it like 3600, 90s, 30m, 12h or 7d", parameter, context)
+            self.fail(f"{value!r} is not a time; write it like 3600, 90s, 30m, 12h or 7d", parameter, context)
         if exact and not seconds:  # 0 would mean: not at all
             self.fail(f"{value!r} is less than a second", parameter, context)
         return seconds
@@ -109,7 +109,7 @@ def _of(used: int, most: int, bytes_: bool) -> str:
 def _print_volume(found: Volume, as_json: bool) -> None:
     if found.revoked_in_s:
         say(
-            f"a target has not answered: what was taken back it may still allow for up to {found.revoked_in_s} s; see which: "
+            f"a target does not answer and may accept the revoked right for up to {found.revoked_in_s} s more; see: "
             "nvpool status POOL"
         )
     if as_json:
@@ -125,7 +125,7 @@ def _print_volume(found: Volume, as_json: bool) -> None:
         ("encrypted", f"with pool key {found.pool_key}" if found.encrypted else "no"),
         ("replicas", found.replicas),
         ("chunks of", format_bytes(found.chunk_bytes)),
-        ("removed files stay", f"{found.trash_s} s" if found.trash_s else "not at all"),
+        ("trash", f"{found.trash_s} s" if found.trash_s else "off"),
         (
             "access",
             found.access
@@ -133,7 +133,7 @@ def _print_volume(found: Volume, as_json: bool) -> None:
             else f"{found.access}: "
             + ", ".join(f"{client} {rights}" for client, rights in sorted(found.grants.items())),
         ),
-        ("attached", ", ".join(found.attachments) or "to nobody"),
+        ("attached", ", ".join(found.attachments) or "none"),
     ]
     print_table(("what", "value"), lines)
 
@@ -187,7 +187,9 @@ def create(
     except ValueError:
         bits = -1
     if bits is not None and not 0 <= bits <= 0o7777:
-        raise click.BadParameter(f"{mode!r} is no octal number of permissions, as 755", param_hint="--mode")
+        raise click.BadParameter(
+            f"{mode!r} is not an octal number of permissions, as 755", param_hint="--mode"
+        )
 
     async def make(volumes: AsyncVolumes) -> tuple[Volume, bool]:
         if replicas:
@@ -207,11 +209,7 @@ def create(
     if as_json:
         print_json(as_object(found) | {"created": created})
         return
-    click.echo(
-        f"volume {name} made"
-        if created
-        else f"volume {name} is there already, as asked for; nothing was changed"
-    )
+    click.echo(f"volume {name} made" if created else f"volume {name} already exists with these settings")
     _print_volume(found, as_json)
 
 
@@ -276,7 +274,7 @@ example: nvpool volume resize /srv/pool scratch --size 200GiB
 def resize(pool: str, name: str, size: int | None, files: int | None, as_json: bool) -> None:
     """Change the quota of a volume, while it is in use. The quota cannot be smaller than the use."""
     if size is None and files is None:
-        raise click.UsageError("say --size or --files")
+        raise click.UsageError("give --size or --files")
     _print_volume(
         carry_out(
             pool, "volume resize", lambda volumes: volumes.resize(name, bytes_max=size, files_max=files)
@@ -307,7 +305,7 @@ examples:
 def set_(pool: str, name: str, trash: int | None, access: str | None, as_json: bool) -> None:
     """Change how long a volume keeps removed files, and which clients it admits."""
     if trash is None and access is None:
-        raise click.UsageError("say --trash or --access")
+        raise click.UsageError("give --trash or --access")
     _print_volume(
         carry_out(pool, "volume set", lambda volumes: volumes.set(name, trash_s=trash, access=access)),
         as_json,
@@ -454,8 +452,8 @@ def remove(pool: str, name: str, force: bool, wait: bool, as_json: bool) -> None
     except KeyboardInterrupt:
         if begun:
             say(
-                f"{name} has no name any more, and its removal goes on; the same command waits for it again (or finds no "
-                "such volume, when it is over), and nvpool volume ls POOL --all shows how far it is"
+                f"{name} is removed; its files are still being deleted. Run the command again to wait; "
+                "nvpool volume ls POOL --all shows progress"
             )
         raise
     if as_json:

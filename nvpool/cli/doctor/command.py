@@ -85,7 +85,7 @@ def doctor(
 ) -> None:
     """Find what makes a pool slow or unsafe on this machine, and say what to do."""
     if "" in drives:
-        raise click.BadParameter("'' is no directory and no device", param_hint="--drive")
+        raise click.BadParameter("'' is not a directory or a device", param_hint="--drive")
     if context.invoked_subcommand is not None:  # the subcommand takes --quiet and --json, and no other option
         for name, option in (("pool", "--pool"), ("drives", "--drive")):
             if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:

@@ -77,7 +77,7 @@ def device(path: Path, number: int, root: Path = Path("/")) -> Iterator[Check]:
     if queue is None:
         yield warn(
             f"device of {path}",
-            f"{os.major(number)}:{os.minor(number)} is no block device that is known here",
+            f"{os.major(number)}:{os.minor(number)} is not a known block device",
             "see what the file system lies on: nvpool wants local drives",
         )
         return

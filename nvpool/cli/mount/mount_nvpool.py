@@ -203,7 +203,7 @@ def parse(arguments: list[str]) -> MountRequest:
             more = (
                 " needs a value: write it as"
                 if name in VALUES or name in HERE
-                else " is no option of nvpool; there are"
+                else " is not an option of nvpool; there are"
             )
             raise InvalidRequest(f"{option!r}{more} {f'{name}=…' if more.startswith(' needs') else known()}")
     pool, subtree = (
@@ -243,11 +243,11 @@ def _where(source: str, directory: str) -> tuple[str, str]:
         return pool, subtree
     if pool == source and not re.fullmatch(r".+:\d+", pool):
         raise InvalidRequest(
-            f"{source!r} is no source of nvpool; write HOST:/PATH, HOST:PORT:/PATH or DIRECTORY:/PATH (all of "
+            f"{source!r} is not a source of nvpool; write HOST:/PATH, HOST:PORT:/PATH or DIRECTORY:/PATH (all of "
             "a pool: HOST:/)"
         )
     if not re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[^:\[\]]+)(:\d{1,5})?", pool):
-        raise InvalidRequest(f"{pool!r} is no HOST or HOST:PORT; an address of IPv6 stands in brackets")
+        raise InvalidRequest(f"{pool!r} is not HOST or HOST:PORT; an address of IPv6 stands in brackets")
     return pool if re.search(r"[^:\[]:\d+$", pool) and not pool.endswith(
         "]"
     ) else f"{pool}:{DEFAULT_PORT}", subtree

@@ -154,7 +154,7 @@ class ExtentClient:
                 await self._chunks.mend(file, error, error, tries, deadline_s, file.grant_rights)
         reply = decoded(data_pb2.ExtentsReply, raw)
         if len(reply.extents) % _EXTENT.size or (reply.more and not chunks.start < reply.next <= chunks.stop):
-            raise CorruptFrame("a store's answer about extents is none")
+            raise CorruptFrame("malformed reply about extents")
         return list(_EXTENT.iter_unpack(reply.extents)), reply.next if reply.more else chunks.stop
 
     def one_target(self, source: OpenInode, from_index: int, file: OpenInode, index: int) -> bool:
@@ -199,7 +199,7 @@ class ExtentClient:
             try:
                 index, from_index = offset >> file.chunk_bits, from_offset >> source.chunk_bits
                 if not self.one_target(source, from_index, file, index):
-                    raise NotSupported("the chunks do not lie on one target alone any more")
+                    raise NotSupported("the chunks are no longer on one target alone")
                 chain = chunks.chain(file, index)
                 lane, cut = chunks.lane(chain.targets[0]), file.cut
                 request = data_pb2.CopyRequest(

@@ -4,9 +4,9 @@ Unstable writes are recorded by chain, and committed by the targets that are in 
 time of the commit. A target that came later has copied the bytes and commits them before it counts as a
 member; a target that is gone is not waited for.
 
-The map says whether the chain still has the bytes (`Chain.intact`): a chain loses unstable writes only when
-its last remaining target does, and that target answers nothing before the map says so. So a map as new as the
-replies shows all losses before them. Used by the chunk client.
+The map says whether the chain still has the bytes (`Chain.intact`). A chain loses unstable writes only with
+its last target, and that target answers nothing before the map says so. So a map at least as new as the
+replies shows every earlier loss. Used by the chunk client.
 """
 
 from __future__ import annotations
@@ -115,9 +115,7 @@ class StoreCommit:
                         return lost
                     left_s = deadline_s - self._clock.boottime_s()
                     if left_s <= 0:
-                        raise DeadlineExceeded(
-                            "the pool map by which the targets have flushed did not come in time"
-                        )
+                        raise DeadlineExceeded("the pool map for this flush did not arrive in time")
                     if not await self._view.refresh():
                         tries += 1
                         await self._pause(Unavailable(), tries, left_s)

@@ -19,7 +19,7 @@ from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 RENEW_INODES_MAX = 16384
-"""Inodes in one message; the rest follows immediately in the next one."""
+"""Maximum number of inodes in one message; the next message follows immediately."""
 HELD = struct.Struct("<QI")
 """Inode and number of handles, in RenewSessionReply.held and ReleaseRequest.gone."""
 

@@ -1,9 +1,9 @@
 """Complete directories: learns all names of a directory in which many names are created.
 
-A kernel looks each name up before it creates the name. That a name is absent is known only to the shard, or
-to a client that knows all names of the directory (attr_cache.CompleteDirectory). Then creating a name is a
-single request. A directory that this client created is complete from the start; another one is listed once
-some names were created in it, when the listing costs less than the requests that it saves.
+A kernel looks each name up before it creates the name. Only the shard, or a client that knows all names of
+the directory (metadata_cache.CompleteDirectory), knows that a name is absent. With such a client, creating a
+name is a single request. A directory that this client created is complete from the start; another one is
+listed once some names were created in it, when the listing costs less than the requests that it saves.
 
 The listing runs in the background, in bounded steps. This client's own changes meanwhile are recognized by
 the directory's change number; a change by another client ends the recording. A part of the file system class

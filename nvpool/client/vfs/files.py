@@ -55,7 +55,7 @@ _WANTED = {os.O_RDONLY: READ, os.O_WRONLY: WRITE, os.O_RDWR: READ | WRITE}
 def rights_of(flags: int) -> int:
     rights = _RIGHTS.get(flags & os.O_ACCMODE)
     if rights is None:
-        raise InvalidRequest(f"open flags {flags:#o} ask for no access that there is")
+        raise InvalidRequest(f"open flags {flags:#o} request no known access")
     return rights
 
 
@@ -539,11 +539,11 @@ class Files(LookupBatcher, FileLocks):
         deadline_s = self.clock.boottime_s() + self.options.deadline_s
         ends_before = file.written.end <= max(file.attr.size, appended.end)
         while appended.broken is not None or not ends_before:
-            # Nothing is placed behind a range that is given up; other writes behind the end come before this
-            # append.
+            # No write is placed behind a reservation that is given up; other writes behind the end come
+            # before this append.
             if self.clock.boottime_s() > deadline_s:
                 raise DeadlineExceeded(
-                    "the place of an earlier append could not be given back", may_be_applied=False
+                    "a failed append left a hole that could not be removed in time", may_be_applied=False
                 )
             await self.writer.store(file)
             await self.writer.settle(file)

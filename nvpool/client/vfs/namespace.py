@@ -55,7 +55,7 @@ def check_name(name: bytes) -> None:
     if len(name) > NAME_BYTES_MAX:
         raise NameTooLong
     if not name or b"/" in name or b"\0" in name or name in (b".", b".."):
-        raise InvalidRequest(f"{name!r} is no name for an entry of a directory")
+        raise InvalidRequest(f"{name!r} is not a name for an entry of a directory")
 
 
 class NamespaceOperations(StripedDirectories):

@@ -197,7 +197,7 @@ cdef class SentWrite:
 
 
 cdef class Closing:
-    """As sender.Flush, and its report too, as fast_changes.Begun."""
+    """As `CloseFlush`, with its report as `SubmittedChange`."""
     cdef public object on_end
     cdef FastWrites writes
     cdef object written, number, otherwise
@@ -468,7 +468,7 @@ cdef class FastWrites:
         return 0
 
     def flush(self, written, number, on_end, otherwise):
-        """As Flush(writer, ...)."""
+        """As CloseFlush(writer, ...)."""
         cdef Closing closing = Closing.__new__(Closing)
         closing.writes, closing.written, closing.number = self, written, number
         closing.on_end, closing.otherwise = on_end, otherwise

@@ -1,4 +1,4 @@
-"""Renewed etcd leases: rights that end for their holder before they end in etcd.
+"""Renewed etcd leases, which expire for their holder before they expire in etcd.
 
 A renewal waits only for its own answer. Our time counts from before the renewal was sent; etcd's counts from
 its arrival, and a new etcd leader starts the time again. So our time is always the shorter one.

@@ -68,7 +68,7 @@ def decode_acl(value: bytes) -> Acl:
         or any(entry.permissions > 7 or (entry.tag in (USER, GROUP) and entry.id == _NO_ID) for entry in acl)
     ):
         raise InvalidRequest(
-            "it is no valid access control list: owner, named users, group, named groups, mask and others, in "
+            "it is not a valid access control list: owner, named users, group, named groups, mask and others, in "
             "this order; the mask where there are named ones"
         )
     return acl

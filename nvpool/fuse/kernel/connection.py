@@ -308,14 +308,12 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
         except OSError as error:
             if error.errno not in (errno.ENODEV, errno.ECONNABORTED):
                 log.error(
-                    "this kernel does not hand out again what the process before this one has not answered: %s",
+                    "this kernel does not resend requests that the previous process left unanswered: %s",
                     error,
                 )
         if self._ops.kept.word(Word.GREETED):
             if not self._ops.kept.word(Word.INIT_FLAGS) & Init.HAS_RESEND:
-                log.error(
-                    "this kernel has not agreed to hand out again what was not answered: calls may hang"
-                )
+                log.error("this kernel did not agree to resend requests: calls may hang")
             self._agreed(Init(self._ops.kept.word(Word.INIT_FLAGS)))
             self._ops.invalidate_inherited()
             self._on_ready()
@@ -467,7 +465,7 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
         return False
 
     def _refuse(self, error: Malformed) -> None:
-        log.error("a request that is none: %s", error)
+        log.error("malformed request from the kernel: %s", error)
         opcode = self._buffer[_OPCODE_AT]
         if error.unique and opcode not in UNANSWERED:
             self._send(replies.failed(error.unique, errno.EINVAL))

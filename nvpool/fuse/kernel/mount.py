@@ -91,7 +91,7 @@ def _parsed(options: MountOptions) -> tuple[int, list[str]]:
                 words.append(word)
         else:
             raise InvalidRequest(
-                f"{word!r} is no option of a mount; there are {', '.join([*_FLAGS, *sorted(_WORDS)])}"
+                f"{word!r} is not an option of a mount; there are {', '.join([*_FLAGS, *sorted(_WORDS)])}"
             )
     return flags, words
 

@@ -79,7 +79,7 @@ def parts_of(path: str) -> tuple[bytes, ...]:
     parts = tuple(part for part in os.fsencode(path).split(b"/") if part not in (b"", b"."))
     if b".." in parts or any(b"\0" in part for part in parts):
         raise InvalidRequest(
-            f"{path!r} is no place to mount: write the names from the root of the pool on, without '..'"
+            f"{path!r} is not a place to mount: write the names from the root of the pool on, without '..'"
         )
     return parts
 

@@ -58,7 +58,7 @@ class OtherRecords:
         try:
             found = acl.decode_acl(value)
             if not found or (key[9:] == acl.DEFAULT and not inode.is_directory):
-                raise InvalidRequest("there is none of its kind here")
+                raise InvalidRequest("only a directory has a default list" if found else "it is empty")
         except (InvalidRequest, TooBig) as error:
 
             def drop() -> list:
@@ -155,7 +155,9 @@ class OtherRecords:
             return
         inode = self._current(number)
         if inode is None or not inode.is_file:
-            self._found("intent", f"inode {number} is to be cut, and it is no file", lambda: [(key, None)])
+            self._found(
+                "intent", f"inode {number} has a truncation intent but is not a file", lambda: [(key, None)]
+            )
             return
         try:
             intent = records.decode_intent(raw)
@@ -176,7 +178,7 @@ class OtherRecords:
         if intent.cut != inode.cut:
             self._found(
                 "intent",
-                f"inode {number} is to be cut under number {intent.cut} and has {inode.cut}",
+                f"the truncation intent of inode {number} has number {intent.cut}, the inode has {inode.cut}",
                 lambda: [(key, None)],
             )
         elif number not in self._view.cutting:
@@ -185,7 +187,7 @@ class OtherRecords:
                 self._begin_cut(number, intent)
                 return []
 
-            self._found("intent", f"inode {number} is to be cut, and nobody does it", begin)
+            self._found("intent", f"the truncation of inode {number} was never finished", begin)
 
     def _lock(self, key: bytes, raw: bytes) -> None:
         """Check a stored lock. One that is not in memory blocks nobody now, but a restart would load it."""
@@ -206,10 +208,12 @@ class OtherRecords:
                 locks.forget(number)
                 return [(key, None)]
 
-            self._found("lock", f"{here} is locked, and it is no file", forget)
+            self._found("lock", f"{here} is locked but is not a file", forget)
         elif LockRange(start, end, mode, pid) not in locks.spans_of(number, who):
             self._found(
-                "lock", f"{here} is locked by session {session:#x}, and nobody knows", lambda: [(key, None)]
+                "lock",
+                f"{here} has a record of a lock of session {session:#x} that is not in force",
+                lambda: [(key, None)],
             )
         elif session not in self._sessions.by_number and session not in locks.dead:
 
@@ -217,7 +221,7 @@ class OtherRecords:
                 locks.end_session(session)
                 return []
 
-            self._found("lock", f"{here} is locked by session {session:#x}, which does not live", end)
+            self._found("lock", f"{here} is locked by unknown session {session:#x}", end)
         elif any(not other.waits for other in locks.in_the_way(number, who, start, end, mode)):
             self._found(
                 "lock", f"{here} is locked by session {session:#x} and by another: unmount one of them", None

@@ -51,7 +51,7 @@ def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
         mode, lists = _inherited(view, parent, mode, request.masked)
     flags, volume = 0, parent.volume
     if volume and request.wide:
-        raise InvalidRequest("there are no wide directories in a volume: its names are the work of one shard")
+        raise InvalidRequest("a directory in a volume cannot be striped: a volume is on one shard")
     if kind == stat.S_IFREG:
         if request.open and request.rights & WRITE:
             flags = records.TOUCHED

@@ -86,7 +86,7 @@ def _check_volume(inode: Inode, parent: Inode, name: bytes, new_parent: Inode) -
 def _replace(draft: Draft, moved: Inode, other: Inode, new_parent: Inode, name: bytes) -> None:
     if moved.is_directory:
         if not other.is_directory:
-            raise NotADirectory("a directory cannot replace what is none")
+            raise NotADirectory("a directory cannot replace a file")
         check_empty(draft, other)
         new_parent.links -= 1
     elif other.is_directory:

@@ -102,7 +102,7 @@ def _spread(view: View, inode: Inode) -> None:
     if inode.flags & records.WIDE:
         return
     if inode.volume:
-        raise InvalidRequest("there are no wide directories in a volume: its names are the work of one shard")
+        raise InvalidRequest("a directory in a volume cannot be striped: a volume is on one shard")
     if view.has_names(inode):
         raise DirectoryNotEmpty(
             f"directory {inode.number} has names already; make a new one wide, and move them into it"

@@ -52,9 +52,9 @@ def begin_volume(draft: Draft, root: Inode, request: pb.CreateRequest) -> None:
         check_volume_name(repr(request.name))
         raise
     if root.volume:
-        raise InvalidRequest("there are no volumes in volumes")
+        raise InvalidRequest("a volume cannot contain volumes")
     if request.wide:
-        raise InvalidRequest("a volume is no wide directory: its names are the work of one shard")
+        raise InvalidRequest("a volume cannot be a striped directory: a volume is on one shard")
     check_limits(policy.bytes_max, policy.files_max)
     if policy.table:
         if policy.table not in draft.view.tables:
@@ -90,7 +90,7 @@ def read_volume(view: View, number: int) -> tuple[VolumeRecord, VolumeUse]:
     """
     raw = view.record(volume_key(VOLUME, number)) if 0 < number < 1 << 63 else None
     if raw is None:
-        raise NotFound(f"inode {number} is no volume")
+        raise NotFound(f"inode {number} is not a volume")
     return decode_volume(raw), use_of(view, number)
 
 

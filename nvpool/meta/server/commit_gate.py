@@ -56,7 +56,7 @@ class CommitGate:
             else:
                 call.fail(
                     Unavailable(
-                        "the shard changes its primary; what was asked for may have been done",
+                        "the shard changes its primary; the request may have been executed",
                         may_be_applied=True,
                     )
                 )

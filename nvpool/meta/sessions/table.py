@@ -225,9 +225,7 @@ class Sessions:
                 # a record from before owners were stored: the first caller that uses it owns it
                 session.owner = owner
             elif owner and session.owner != owner:
-                raise StaleSession(
-                    f"session {number:#x} belongs to somebody else than {owner}; open a new one"
-                )
+                raise StaleSession(f"session {number:#x} belongs to another client; open a new one")
         return session
 
     def identify(self, session: Session, identity: int) -> list:
@@ -342,7 +340,7 @@ class Sessions:
     def take_up(self, number: int, secret: bytes, owner: str, now_s: float) -> Session:
         session = self.of(number, owner)
         if not hmac.compare_digest(session.secret, secret):
-            raise StaleSession(f"session {number:#x} belongs to somebody else; open a new one")
+            raise StaleSession(f"session {number:#x} belongs to another client; open a new one")
         session.expires_s = now_s + self.lease_s
         return session
 

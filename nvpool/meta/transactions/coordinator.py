@@ -3,8 +3,8 @@
     gather    prepare: the records of other shards that the decision reads are locked there (HOLD, durable)
               and sent here
     decide    the decision runs over these records and our own, which are not locked. When all records are
-              here, the decision runs again, without a wait up to the commit. So our part is like any other
-              change: it sees all changes before it
+              here, the decision runs again, without a wait up to the commit. Our part therefore sees every
+              earlier change, as an ordinary change does
     commit    our effects, the slot's stored answer and the decision (the effects for other shards) are one
               change of our engine. At this point the whole transaction has happened; the client is answered
     settle    when the commit is durable, the other shards are notified (SETTLE) until each has acknowledged
@@ -173,8 +173,10 @@ class TransactionCoordinator:
                     async with asyncio.timeout(max(0.0, until_s - self._clock.boottime_s())):
                         await asyncio.shield(self._view.cutting[wait.inode])
                 except TimeoutError:
-                    raise Unavailable(f"inode {wait.inode} is still being cut", retry_after_s=0.2) from None
-        raise Unavailable("a change over several shards needs more of them than can be")
+                    raise Unavailable(
+                        f"inode {wait.inode} is still being truncated", retry_after_s=0.2
+                    ) from None
+        raise Unavailable(f"the records of a cross-shard change were not gathered in {ROUNDS_MAX} rounds")
 
     async def _gather(self, span: CrossShardTransaction, need: Need, until_s: float) -> None:
         """Lock and fetch what the decision needs.
@@ -280,7 +282,7 @@ class TransactionCoordinator:
         span.tries += 1
         if self._clock.boottime_s() >= until_s:
             raise Unavailable(
-                f"a change over several shards could not be made yet: {error or 'others are in the way'}",
+                f"cross-shard change not done yet: {error or 'other transactions have locked its records'}",
                 retry_after_s=0.2,
             )
         longest = min(PAUSE_S_MAX, PAUSE_S * 2 ** min(span.tries, 10))
@@ -308,7 +310,7 @@ class TransactionCoordinator:
                 shard, wire.META_SETTLE, pb.SettleRequest(id=id_message(span)), pb.SettleReply, SETTLE_S
             )
         except NvpoolError as error:
-            _log.info("shard %d will ask what became of a change: %s", shard, error)
+            _log.info("shard %d will ask for the outcome of a transaction: %s", shard, error)
 
     # -- from the decision on --------------------------------------------------------------------------------------------
 

@@ -113,21 +113,21 @@ class Participant:
         """
         span, keys = id_of(request.id), list(request.keys)
         if len(keys) + len(request.births) > KEYS_MAX:
-            raise InvalidRequest(f"{KEYS_MAX} records at most are held at the same time")
+            raise InvalidRequest(f"a request may lock at most {KEYS_MAX} records")
         if any(partition >= PARTITION_COUNT for partition in request.births):
-            raise InvalidRequest(f"there are {PARTITION_COUNT} partitions in which an inode can be born")
+            raise InvalidRequest(f"a new inode needs one of the {PARTITION_COUNT} partitions")
         if any(
             len(key) < KEY_BYTES_MIN
             for key in (*keys, *request.looks, *(asked.first for asked in request.ranges))
         ):
             raise InvalidRequest(f"the key of a record has {KEY_BYTES_MIN} bytes or more")
         if not all(map(is_inode_number, request.named)):
-            raise InvalidRequest("no directory has such a number")
+            raise InvalidRequest("invalid directory number")
         while True:
             self._check(request)
             if (closed := self._closed(request)) is not None and not self._is_waited_for(span):
                 if span in self._holds.by_span:
-                    raise Busy("what this change wants is on its way to another shard", retry_after_s=0.01)
+                    raise Busy("a record of this change is being migrated", retry_after_s=0.01)
                 await until_free(closed)
             elif self._kv.full:
                 await self._kv.room()
@@ -140,7 +140,7 @@ class Participant:
                 )
             ) is not None:
                 if not other.gives_way_to(request.order, span):
-                    raise Busy("an older change has what this one wants", retry_after_s=0.01)
+                    raise Busy("an older transaction has locked a record of this change", retry_after_s=0.01)
                 await until_free(other)
             else:
                 break
@@ -198,14 +198,14 @@ class Participant:
     def _check(self, request: pb.HoldRequest) -> None:
         parts = [records.part_of_key(key) for key in request.keys if records.is_part_key(key)]
         if any(shard != self._view.shard for _, shard in parts):
-            raise WrongShard(f"this is shard {self._view.shard}, which keeps no parts of others")
+            raise WrongShard(f"shard {self._view.shard} does not store records of other shards")
         if parts and (others := set(self._view.shards).difference(request.shards)):
             # A shard that has given them partitions knows them, and one of the requested shards has: they may
             # have stripes, too.
-            raise StaleEpoch(f"the pool has the shards {sorted(others)}, too")
+            raise StaleEpoch(f"the pool also has the shards {sorted(others)}")
         for partition in self._partitions(request):
             if self._view.is_elsewhere(partition):
-                raise WrongShard(f"partition {partition} belongs to another shard than {self._view.shard}")
+                raise WrongShard(f"partition {partition} is not on shard {self._view.shard}")
             if self._reads.closed(partition) is None:
                 self._reads.check_partition(partition)
 

@@ -136,7 +136,7 @@ class Revocations:
             if await self._take_right(TakeRightRequest(known=max(self._removed.values()))):
                 return []
         except NvpoolError as error:
-            _log.info("it is not known which stores have hung up on removed clients: %s", error)
+            _log.info("unknown whether all stores disconnected removed clients: %s", error)
             return []
         sessions, self._removed = list(self._removed), {}
         return sessions

@@ -221,7 +221,7 @@ class MetaShards:
                 said = ""
             except NvpoolError as error:
                 if str(error) != said:
-                    log.warning("a shard that is wanted here cannot be made yet: %s", error)
+                    log.warning("a new shard cannot be created yet: %s", error)
                 said = str(error)
             if self._leading.manager is None:
                 self._empty_since_s.clear()

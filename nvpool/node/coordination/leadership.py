@@ -268,7 +268,7 @@ class Leading:
         try:
             await self.change(decide)
         except NvpoolError as error:  # the leader notices the missing heartbeats
-            log.warning("the map does not know yet that target %d has died: %s", target, error)
+            log.warning("the death of target %d is not in the pool map yet: %s", target, error)
 
     def alive(self, call: Call) -> None:
         """Answer a target's heartbeat, or forward it to the leader.
@@ -321,7 +321,7 @@ class Leading:
         if not member:
             return forwarded.hops
         if not member.startswith(_NODE):
-            raise AccessDenied(f"{member} is no node, and only nodes speak for their daemons")
+            raise AccessDenied(f"{member} is not a node, and only nodes speak for their daemons")
         nodes = self._coordinator.pool_map.node_by_id
         speaks = nodes.get(forwarded.node if forwarded.hops else self._node)
         if speaks is not None and speaks.member == member:

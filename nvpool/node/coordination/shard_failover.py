@@ -178,7 +178,7 @@ class ShardFailover:
                 )
             )
         except StaleEpoch as error:
-            log.info("%d partitions stay where they are: %s", len(partitions), error)
+            log.info("%d partitions are not moved: %s", len(partitions), error)
             new = self._newest()
         return MovedReply(map=encode_map(new))
 

@@ -76,7 +76,7 @@ def cursor_parts(cursor: int) -> tuple[bytes, int]:
     if cursor == 0:
         return _ZERO, 0
     if not EQUAL_MAX < cursor < 1 << 63:
-        raise StaleCursor(f"{cursor} is no place in a listing")
+        raise StaleCursor(f"{cursor} is not a place in a listing")
     number, equal = cursor >> EQUAL_BITS, cursor & EQUAL_MAX
     if equal == EQUAL_MAX:
         number, equal = number + 1, 0

@@ -226,7 +226,7 @@ def decoded(reply_type: type[_Reply], raw: Buffer) -> _Reply:
     try:
         return reply_type.FromString(raw if type(raw) is bytes else bytes(raw))
     except DecodeError:
-        raise CorruptFrame(f"an answer is no {reply_type.DESCRIPTOR.name}") from None
+        raise CorruptFrame(f"an answer is not a {reply_type.DESCRIPTOR.name}") from None
 
 
 def encode_read_reply(epoch: int, results: bytes | bytearray, checksums: bytes) -> bytes:
@@ -244,7 +244,7 @@ def decode_read_reply(message: Buffer) -> tuple[bytes, bytes]:
     try:
         reply = ReadReply.FromString(bytes(message))
     except DecodeError:
-        raise CorruptFrame("an answer is no ReadReply") from None
+        raise CorruptFrame("an answer is not a ReadReply") from None
     return reply.results, reply.checksums
 
 

@@ -184,7 +184,7 @@ def reach(worker: Any, address: bytes, transports: str) -> Any:
     endpoint reports it.
     """
     if not address or len(address) > KEY_BYTES_MAX:
-        raise CorruptFrame("that is no address of a worker")
+        raise CorruptFrame("that is not an address of a worker")
     try:
         return ucx.Endpoint(worker, address, True)
     except ucx.Error:

@@ -394,7 +394,7 @@ def _open_source(
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise Refused("is no file any more")
+            raise Refused("is no longer a file")
         return descriptor, found, _read_piece(descriptor, 0), xattrs_of(descriptor)
     except BaseException:
         os.close(descriptor)

@@ -702,7 +702,7 @@ def create_chunk_store(
             os.ftruncate(fd, blocks * BLOCK_BYTES)
         else:
             if not stat.S_ISBLK(os.stat(device).st_mode):
-                raise InvalidRequest(f"{device} is no block device")
+                raise InvalidRequest(f"{device} is not a block device")
             fd = os.open(device, os.O_RDWR | os.O_CLOEXEC | os.O_EXCL)
             size = os.lseek(fd, 0, os.SEEK_END)
             blocks = min(blocks or 1 << 62, size // BLOCK_BYTES)
@@ -745,7 +745,7 @@ def lock_store(path: Path) -> tuple[int, Superblock]:
     try:
         if path.exists() and not path.is_dir():
             raise BadConfiguration(
-                f"{path} is no directory: name a target by its directory, where `data` links to the device"
+                f"{path} is not a directory: name a target by its directory, where `data` links to the device"
             )
         text = (path / "FORMAT").read_text()
         if text != FORMAT_TEXT:
@@ -755,7 +755,7 @@ def lock_store(path: Path) -> tuple[int, Superblock]:
             )
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
-        raise NotFound(f"{path} is no chunk store") from None
+        raise NotFound(f"{path} is not a chunk store") from None
     except OSError as error:
         raise from_os_error(error, f"opening the chunk store {path}") from None
     try:

@@ -1,8 +1,8 @@
-"""What the parts of the block store use of it: its state, and the steps of a change.
+"""Interface of the block store that its parts use: its state, and the steps of a change.
 
 `block_store` implements this interface and passes itself to `staged_writes`, `copy_range`, `truncate`,
-`salvage` and `verify`. A change allocates blocks in a transaction, writes and syncs them, and names them in
-one change of the index; `apply_segments` and `apply` do the last step.
+`salvage` and `scrub_pass`. A change allocates blocks in a transaction, writes and syncs them, and names them
+in one change of the index; `apply_segments` and `apply` do the last step.
 """
 
 from __future__ import annotations

@@ -441,7 +441,7 @@ class ChunkTransfer:
                 self.allocator.drop(transaction)
                 raise
             return True
-        raise Busy("the store did not find room for the block")
+        raise Busy("the block was not replaced: no space, or its chunk keeps changing")
 
     async def raise_cuts(self, inodes: Sequence[InodeCut]) -> None:
         at = 0

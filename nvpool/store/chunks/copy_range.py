@@ -50,7 +50,7 @@ async def copy(
         ), byte_count
     for _ in range(_TRIES_MAX):
         if given_up():
-            raise Cancelled("nobody waits for the copy any more")
+            raise Cancelled("the copy was cancelled, or its deadline has passed")
         store.refuse_when_fenced()
         if store.kv.full:
             await store.kv.room()
@@ -128,7 +128,7 @@ async def _write(
     try:
         for _ in range(_TRIES_MAX):
             if given_up():
-                raise Cancelled("nobody waits for the copy any more")
+                raise Cancelled("the copy was cancelled, or its deadline has passed")
             if placed is None and store.places_first(offset, len(content)):
                 placed = await store.place(inode, index, offset, content)
                 continue

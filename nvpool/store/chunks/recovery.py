@@ -3,9 +3,8 @@
 If a block does not match its checksum, the previous blocks stay valid. Only a loss of power can leave such a
 record: the journal reached the drive and the data did not. Then nothing of that write was flushed. The blocks
 that it replaced are untouched, since the store allocates blocks again only when data and index of the change
-that freed them are durable. For the same reason only blocks that are named *at the end* of the replay may be
-judged. A block that a later change freed may already hold the bytes of another chunk, perhaps of a write that
-never got its record.
+that freed them are durable. Only blocks that are named at the end of the replay are checked: a block that a
+later change freed may already hold the bytes of another chunk, perhaps of a write that never got its record.
 
 Data covered by a flush (which leaves a mark in the journal) was on the drive. A mismatch there means damage:
 the replay ignores it, and a read of the block gets an error, not older bytes.

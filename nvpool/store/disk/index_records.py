@@ -132,7 +132,7 @@ def with_request(
     """Return the last requests after `request`."""
     session, slot, _ = request
     if slot > 0xFFFF:
-        raise InvalidRequest(f"{slot} is no slot")
+        raise InvalidRequest(f"{slot} is not a slot")
     kept = [one for one in requests if one[0] != session or one[1] != slot][-(REQUESTS_KEPT - 1) :]
     return (*kept, tuple(request))
 
@@ -297,7 +297,7 @@ def _decode_small(key: bytes, body: bytes) -> tuple[IndexSegment, Head]:
     except (IndexError, struct.error):
         raise CorruptRecord(f"the index record {key.hex()} is too short") from None
     if len(body) - at != 4 * blocks or not 0 < blocks <= SEGMENT_BLOCKS or not base:
-        raise CorruptRecord(f"the index record {key.hex()} contradicts itself")
+        raise CorruptRecord(f"the index record {key.hex()} is inconsistent")
     return IndexSegment(array("Q", range(base, base + blocks)), body[at:]), Head(
         epoch << 32 | counter, cut, requests, (body[0] >> 4) + 1
     )
@@ -306,7 +306,7 @@ def _decode_small(key: bytes, body: bytes) -> tuple[IndexSegment, Head]:
 def decode_segment(key: bytes, body: bytes) -> tuple[IndexSegment, Head | None]:
     """Decode a segment record.
 
-    CorruptRecord: the record contradicts itself. WrongFormat: it has another version.
+    CorruptRecord: the record is inconsistent. WrongFormat: it has another version.
     """
     if body and body[0] in _SMALL_OF_TABLE:
         return _decode_small(key, body)
@@ -354,7 +354,7 @@ def decode_segment(key: bytes, body: bytes) -> tuple[IndexSegment, Head | None]:
             or len(disk) > SEGMENT_BLOCKS
             or (flags & HOLES and present.bit_count() != len(disk))
         ):
-            raise CorruptRecord(f"the index record {key.hex()} contradicts itself")
+            raise CorruptRecord(f"the index record {key.hex()} is inconsistent")
     except struct.error:
         raise CorruptRecord(f"the index record {key.hex()} is too short") from None
     if not flags & HOLES:
@@ -416,7 +416,7 @@ def blocks_there(key: bytes, body: bytes) -> list[tuple[int, int]]:
         at += 8
     count, rest = divmod(len(body) - at - 6 * run_count, 4)
     if rest or not 0 <= count <= SEGMENT_BLOCKS or (flags & HOLES and present.bit_count() != count):
-        raise CorruptRecord(f"the index record {key.hex()} contradicts itself")
+        raise CorruptRecord(f"the index record {key.hex()} is inconsistent")
     if not flags & HOLES:
         return [(0, count)] if count else []
     runs = []

@@ -46,7 +46,7 @@ map again.
 """
 DRAINED_STAY_S = 10.0
 LATE_S = 600.0
-"""Age of an orphan after which it counts as left behind: `leaves` no longer says that it goes by itself."""
+"""Age from which an orphan counts as stuck: `leaves` then returns False."""
 AGAIN_S = 30.0
 """Interval between passes on a drained target that is not empty.
 
@@ -169,11 +169,11 @@ class OrphanChunks:
         if self._failed:
             return self._failed
         if self.left_chunks:
-            return f"{self.left_chunks} chunks are kept until this target has heard from the node that leads the pool"
+            return f"{self.left_chunks} chunks are kept until this target hears from the leading node"
         if self._open and (due_in_s := self._due_in_s()):
-            return f"chunks are kept for {due_in_s:.0f} s more, until no client looks for them here"
+            return f"chunks are kept for {due_in_s:.0f} s more, for clients with an older map or location"
         if not self._open and self._looked_again and (used := self._store.status()["used_bytes"]):
-            return f"{used} bytes are in use that belong to no chunk; give them back with: nvpool fsck POOL --repair"
+            return f"{used} bytes belong to no chunk; give them back with: nvpool fsck POOL --repair"
         return ""
 
     async def run_once(self) -> int:

@@ -407,7 +407,7 @@ class ChainWrites:
         tries = 0
         while True:
             if pending.dropped:
-                raise StaleEpoch("this target is no part of the chain any more", may_be_applied=True)
+                raise StaleEpoch("this target is no longer part of the chain", may_be_applied=True)
             if pending.last:
                 return await self._commit(pending, placed)
             place = pending.place
@@ -549,7 +549,7 @@ class ChainWrites:
         timeout_s = max(0.0, min(READ_WAIT_S, deadline_s - self._clock.boottime_s()))
         _, undecided = await asyncio.wait(decisions, timeout=timeout_s)
         if undecided:
-            raise Busy("a write of the chunk is not decided: ask another target")
+            raise Busy("the chunk has a pending write; use another target")
 
     async def begin_cut(self, inodes: list[int], cut: int) -> None:
         """Refuse writes with a smaller truncate number of these inodes from now on until `end_cut`.

@@ -37,7 +37,7 @@ _fast_first_writes = load_compiled("nvpool.store.server._fast_first_writes")
 
 
 class FirstWriteService(WriteService, Protocol):
-    """What this path needs of the service of its target."""
+    """Interface of the target's service that this path uses."""
 
     @property
     def target(self) -> int:

@@ -348,12 +348,10 @@ def emptied():
 
 
 def test_drain_that_removes_nothing_names_what_keeps_chunks():
-    kept = {"strays_wait": "7 chunks are kept until this target has heard from the node that leads the pool"}
+    kept = {"strays_wait": "7 chunks are kept until this target hears from the leading node"}
     problem = kinds(seen(emptied(), stores={1: kept}, stalled_s={1: 99.0}))["drain-stalled"]
     assert problem.reason.endswith(kept["strays_wait"]) and "is not empty" in problem.reason
-    repair = {
-        "strays_wait": "4096 bytes are in use that belong to no chunk; give them back with: nvpool fsck POOL --repair"
-    }
+    repair = {"strays_wait": "4096 bytes belong to no chunk; give them back with: nvpool fsck POOL --repair"}
     problem = kinds(seen(emptied(), stores={1: repair}, stalled_s={1: 99.0}))["drain-stalled"]
     assert problem.remedy == "nvpool fsck /srv/pool --repair"
     problem = kinds(

@@ -532,7 +532,7 @@ def test_trash_through_the_sdk():
             with pytest.raises(FileNotFoundError, match="no such directory .* as /volumes/v/again"):
                 await fs.volumes.restore("v", entries["/volumes/v/a/b"].inode, to="/srv/pool:/volumes/v/b")
             for to in ("", "/"):
-                with pytest.raises(OSError, match="is no name") as found:
+                with pytest.raises(OSError, match="is not a name") as found:
                     await fs.volumes.restore("v", entries["/volumes/v/a/b"].inode, to=to)
                 refused(InvalidRequest, found)
             await fs.remove("/volumes/v/back")

@@ -343,7 +343,7 @@ def test_version_and_help_are_commands_and_options(capfd):
 
 
 @pytest.mark.parametrize(
-    "answer, said", [("", "say --yes"), ("n\n", "nothing was destroyed"), ("\n", "nothing was destroyed")]
+    "answer, said", [("", "use --yes"), ("n\n", "nothing was destroyed"), ("\n", "nothing was destroyed")]
 )
 def test_destroy_without_confirmation_is_refused(stopped, answer, said):
     done = subprocess.run(

@@ -62,16 +62,16 @@ def test_scrub_order_names_its_targets(ordered, order, text):
 def test_scrub_order_that_a_target_missed_ends_with_3(ordered, order, text):
     code, out, err = ordered([1], {"2": "no reply"}, order, POOL)
     assert (code, out) == (3, f"{text} target 1\n")
-    assert "target 2 did not get the order: no reply" in err and f"nvpool status {POOL}" in err
+    assert "target 2 did not receive the command: no reply" in err and f"nvpool status {POOL}" in err
     code, out, _ = ordered([], {"2": "no reply"}, order, POOL)
-    assert (code, out) == (3, "no target got the order\n")
+    assert (code, out) == (3, "no target received the command\n")
     code, out, _ = ordered([], {"2": "no reply"}, order, POOL, "--json")
     assert code == 3 and json.loads(out) == {"targets": [], "silent": {"2": "no reply"}}
 
 
 def test_scrub_wait_ends_with_3_if_no_target_got_the_order(ordered):
     code, out, err = ordered([], {"1": "no reply"}, "start", POOL, "--wait")
-    assert (code, out) == (3, "no target got the order\n") and "target 1 did not get" in err
+    assert (code, out) == (3, "no target received the command\n") and "target 1 did not receive" in err
     code, out, _ = ordered([], {"1": "no reply"}, "start", POOL, "--wait", "--json")
     assert code == 3 and json.loads(out)["scrub"] == []
 

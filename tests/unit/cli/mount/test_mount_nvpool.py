@@ -126,7 +126,7 @@ def test_fstab_options_of_other_programs_are_ignored():
 @pytest.mark.parametrize(
     "option, said",
     [
-        ("bogus", "'bogus' is no option of nvpool; there are pool="),
+        ("bogus", "'bogus' is not an option of nvpool; there are pool="),
         ("workers", "needs a value"),
         ("workers=many", "is not a value"),
         ("workers=65", "is not a value for it: it is a whole number from 1 to 64"),
@@ -139,13 +139,15 @@ def test_fstab_options_of_other_programs_are_ignored():
         ("metrics=nowhere", "is not a value"),
         ("log-format=xml", "is not a value"),
         ("engine=steam", "is not a value"),
-        ("writeback=1", "is no option"),
+        ("writeback=1", "is not an option"),
     ],
 )
 def test_unknown_option_is_refused_with_the_valid_ones(option, said, capsys):
     assert main(["h:/x", "/mnt/none-here", "-o", f"ro,{option}"]) == 1
     error = capsys.readouterr().err
-    assert said in error and ("is no option" not in said or ("deadline-s=" in error and "noexec" in error))
+    assert said in error and (
+        "is not an option" not in said or ("deadline-s=" in error and "noexec" in error)
+    )
     if "value" not in said:
         assert parsed("h:/x", "ro", option, words=("-s",)).words == (
             "-oro",

@@ -260,7 +260,7 @@ async def test_busy_replica_is_retried_while_the_other_is_silent(
             nonlocal asked
             while pool.held[other]:
                 asked += 1
-                pool.held[other].pop().fail(Busy("a write of the chunk is not decided: ask another target"))
+                pool.held[other].pop().fail(Busy("the chunk has a pending write; use another target"))
             return asked >= 3 and bool(pool.held[silent])
 
         await pool.until(refused)

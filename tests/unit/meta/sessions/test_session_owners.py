@@ -111,7 +111,7 @@ def test_session_of_another_owner_is_refused_in_each_message(owner, others):
                 shard.service.handle(call)
                 with pytest.raises((StaleSession, AccessDenied)) as raised:
                     await call.wait()
-                assert method in not_asked or "belongs to somebody else" in str(raised.value), raised.value
+                assert method in not_asked or "belongs to another client" in str(raised.value), raised.value
         assert shard.kv.sequence == before and mine.session in shard.service._sessions.by_number
         await mine.unlink(ROOT, b"f")
 

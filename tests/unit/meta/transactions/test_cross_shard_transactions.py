@@ -424,7 +424,7 @@ def test_transaction_waits_for_a_truncation_for_a_bounded_time(monkeypatch):
         deciding, cutting = meta._cross_shard.coordinator, asyncio.get_running_loop().create_future()
         meta._view.cutting[5] = cutting
         span = deciding.begin(0)
-        with pytest.raises(Unavailable, match="still being cut"):
+        with pytest.raises(Unavailable, match="still being truncated"):
             await asyncio.wait_for(deciding.decide(span, decide, None), 20)
         deciding.end(span)
         assert not cutting.done()

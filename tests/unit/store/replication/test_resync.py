@@ -741,9 +741,7 @@ def test_orphan_chunks_are_removed_only_with_a_current_map(monkeypatch):
             one.use(lambda table, number: Chain(7, (SOURCE,)))
             orphans = service.upkeep.orphan_chunks
             assert await orphans.run_once() == 0 and orphans.left_chunks == 49
-            assert (
-                "49 chunks are kept until this target has heard from the node that leads" in orphans.waits_for
-            )
+            assert "49 chunks are kept until this target hears from the leading node" in orphans.waits_for
             service.serving_lease.renewed(0.0, 3.0, 0, service.serving_lease.epoch + 1)
             assert await orphans.run_once() == 0, "the leader has a newer map"
             one.use(lambda table, number: Chain(7, (SOURCE,)))
