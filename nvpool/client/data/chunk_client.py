@@ -36,8 +36,7 @@ from nvpool.client.data.replica_choice import Replicas
 from nvpool.client.data.short_circuit import ShortCircuitReads
 from nvpool.client.data.volume_key_cache import VolumeKeys
 from nvpool.client.data.write_fast_path import SubmittedWrite
-from nvpool.client.rpc.backoff import pause, until_known
-from nvpool.client.rpc.deadline_errors import at_the_deadline, reason_of
+from nvpool.client.rpc.backoff import at_the_deadline, pause, reason_of, until_known
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.pool_map_cache import PoolView

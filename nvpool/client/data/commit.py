@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import NamedTuple
 
-from nvpool.client.rpc.deadline_errors import at_the_deadline, reason_of
+from nvpool.client.rpc.backoff import at_the_deadline, reason_of
 from nvpool.client.state.pool_map_cache import PoolView
 from nvpool.core.clock import Clock
 from nvpool.core.errors import DeadlineExceeded, NvpoolError, Stale, Unavailable
