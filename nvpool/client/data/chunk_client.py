@@ -21,8 +21,7 @@ from functools import partial
 
 from nvpool.client.data.commit import PATIENCE_S, StoreCommit, Stored, WrittenAt
 from nvpool.client.data.data_loss_check import DataLossCheck
-from nvpool.client.data.hedged_reads import HedgedReads, settle
-from nvpool.client.data.hedging_policy import LATE_S, Hedging, SentRead
+from nvpool.client.data.hedged_reads import LATE_S, HedgedReads, Hedging, SentRead, settle
 from nvpool.client.data.read_queue import (
     Read,
     ReadQueue,
