@@ -16,8 +16,8 @@ from typing import Any
 
 from nvpool.bridge.bind_helper import error_of
 from nvpool.core.errors import DeadlineExceeded, InvariantBroken
+from nvpool.core.names import VOLUMES, path_of
 from nvpool.core.programs import Program, command
-from nvpool.core.volume_names import VOLUMES, path_of
 from nvpool.host.mountinfo import mounts_below
 
 BIND_S = 20.0

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nvpool.core.errors import InvalidRequest, NameTooLong
+from nvpool.core.names import check_volume_name
 from nvpool.core.units import FILE_BYTES_MAX, parse_bytes
-from nvpool.core.volume_names import check_volume_name
 
 HOLDER_CHARACTERS_MAX = 180
 SUBPATH_BYTES_MAX = 1024
@@ -48,7 +48,7 @@ def shown(text: object) -> str:
 
 
 def checked_name(name: object) -> str:
-    """Return `name` if it is a valid volume name (core/volume_names). InvalidRequest: it is not."""
+    """Return `name` if it is a valid volume name (core/names). InvalidRequest: it is not."""
     if not isinstance(name, str) or not name:
         raise InvalidRequest("a volume has a name; give one")
     return check_volume_name(name)

@@ -46,8 +46,8 @@ from nvpool.core.errors import (
     Refused,
     from_os_error,
 )
+from nvpool.core.names import VOLUMES, path_of
 from nvpool.core.units import format_bytes
-from nvpool.core.volume_names import VOLUMES, path_of
 from nvpool.host.mountinfo import look_at, mount_at
 from nvpool.host.process_identity import boot_id
 

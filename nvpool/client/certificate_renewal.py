@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import AccessDenied, NvpoolError, Unavailable
-from nvpool.core.member_names import MEMBER_S, RENEW_S
+from nvpool.core.names import MEMBER_S, RENEW_S
 from nvpool.host.pool_directory import PoolDirectory, write_whole
 from nvpool.poolmap.model import PoolMap
 from nvpool.rpc.connection_pool import Dialer

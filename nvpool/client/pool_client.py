@@ -20,7 +20,7 @@ from nvpool.client.vfs.filesystem import Vfs
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.config import Config, load
 from nvpool.core.errors import AccessDenied, BadConfiguration, InvalidRequest, NotFound, NvpoolError
-from nvpool.core.member_names import squashes_root
+from nvpool.core.names import squashes_root
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.host.process_identity import host_id, host_name
 from nvpool.poolmap.model import PoolMap, encode_map

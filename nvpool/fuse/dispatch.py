@@ -34,7 +34,7 @@ from nvpool.fuse.protocol.constants import (
     Valid,
 )
 from nvpool.fuse.protocol.requests import WRITE_BYTES
-from nvpool.shm.prefault import fault_in
+from nvpool.shm.memfd import fault_in
 
 log = logging.getLogger(__name__)
 

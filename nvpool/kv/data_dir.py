@@ -4,7 +4,7 @@
     FORMAT      text, "nvpool kv 1\\n": the directory is complete and has this version
     FORMAT.new  the same text while the directory is being created; the next attempt deletes the rest
     journal-0, journal-1, data.mdb, lock.mdb   see kv/journal and kv/lmdb_env
-    snapshot-*  old values for an open snapshot (kv/snapshot_spill); deleted when the directory is opened
+    snapshot-*  old values for an open snapshot (kv/snapshot); deleted when the directory is opened
 
 The LMDB engine calls this module when it opens. The module syncs what it creates, so a call waits some
 milliseconds for the drive.
@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 
 from nvpool.core.errors import CorruptRecord, InUse, WrongFormat, from_os_error
-from nvpool.kv.snapshot_spill import remove_leftovers
+from nvpool.kv.snapshot import remove_leftovers
 
 FORMAT = "nvpool kv 1\n"
 

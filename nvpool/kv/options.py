@@ -1,16 +1,43 @@
-"""Options of an engine; the daemons set them from their configuration."""
+"""Options of an engine and its runtime: threads, journal and LMDB tree.
+
+The daemons set the options from their configuration. Simulations replace the runtime (`LmdbOptions.floor`).
+"""
 
 from __future__ import annotations
 
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from nvpool.core.errors import InvalidRequest
 from nvpool.core.units import MIB
-from nvpool.kv.engine_runtime import FLOOR, EngineRuntime
+from nvpool.kv.journal import Journal
+from nvpool.kv.lmdb_env import LmdbTree
+
+
+class EngineRuntime:
+    """Runtime on the real machine."""
+
+    def thread(self, name: str) -> Executor:
+        """Return an executor with one thread, which executes its tasks in order."""
+        return ThreadPoolExecutor(1, name)
+
+    def journal(self, directory: Path, capacity_bytes: int) -> Journal:
+        """Open the journal in `directory`; errors as of `Journal`."""
+        return Journal(directory, capacity_bytes)
+
+    def tree(self, directory: Path, map_bytes: int) -> LmdbTree:
+        """Open the tree in `directory`; errors as of `LmdbTree`."""
+        return LmdbTree(directory, map_bytes)
+
+
+FLOOR = EngineRuntime()
 
 
 @dataclass(frozen=True, slots=True)
 class LmdbOptions:
+    """Options of one engine. InvalidRequest: an option is out of range."""
+
     term: int = 1
     map_bytes: int = 64 * MIB
     """Initial address space; it grows by doubling."""

@@ -3,7 +3,7 @@
 A snapshot does not hold a read transaction of the store below, because the store could not reuse pages while
 one is open. Instead, before a change is applied, the snapshot saves the old values of the changed keys that
 it has not read yet, and prefers these to the current values. Old values are in memory; if there are many,
-those needed last are moved to a file (kv/snapshot_spill). A snapshot that exceeds both limits ends with Busy
+those needed last are moved to a file (`SpillFile`). A snapshot that exceeds both limits ends with Busy
 and does not delay changes. Used by dump, fsck and partition migration, through `Kv.snapshot`. One thread owns
 the snapshots; nothing here waits, except for the pause between two steps.
 """
@@ -13,16 +13,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
-from collections.abc import AsyncIterator, Iterable, Iterator
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 
-from nvpool.core.errors import Busy, CorruptRecord, NvpoolError
-from nvpool.kv.api import KEY_END
+import lmdb
+
+from nvpool.core.errors import Busy, CorruptRecord, NvpoolError, from_os_error
+from nvpool.kv.api import KEY_BYTES_MAX, KEY_END
+from nvpool.kv.lmdb_env import from_lmdb_error
 from nvpool.kv.memtable import OrderedKeys
-from nvpool.kv.snapshot_spill import SpillFile
 
 OLD_VALUES_MAX = 100_000
 """Old values in memory: about 30 MB with records of usual size."""
@@ -39,6 +44,10 @@ SNAPSHOTS_MAX = 4
 
 STEP_PAIRS = 1000
 """Pairs of one step of the asynchronous iteration: about a millisecond of the event loop."""
+
+_NAME = "snapshot-"
+_MAP_BYTES = 1 << 40
+"""Reserved address space of a spill file: the caller and the drive bound the real usage."""
 
 
 class _Readable(Protocol):
@@ -209,3 +218,75 @@ class SnapshotSet:
     def end_all(self) -> None:
         for snapshot in list(self.live):
             snapshot.end("the store was closed while the snapshot was read")
+
+
+class SpillFile:
+    """Expendable LMDB environment for old values that exceed the memory limit.
+
+    The environment is never synced. `close` deletes it; the `snapshot-*` directories of a dead engine are
+    deleted when the engine is reopened. `put` writes some thousand pairs to the page cache, which takes
+    milliseconds of the event loop.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Create an empty environment below `directory`.
+
+        NoSpace, DriveFailed and similar errors: as the system reports.
+        """
+        try:
+            self._path = Path(tempfile.mkdtemp(prefix=_NAME, dir=directory))
+        except OSError as error:
+            raise from_os_error(error, f"make a directory in {directory}") from error
+        try:
+            self._env = lmdb.open(
+                os.fspath(self._path),
+                map_size=_MAP_BYTES,
+                sync=False,
+                metasync=False,
+                lock=False,
+                readahead=False,
+                max_spare_txns=1,
+            )
+        except lmdb.Error as error:
+            shutil.rmtree(self._path, ignore_errors=True)
+            raise from_lmdb_error(error, f"open {self._path}") from error
+
+    def put(self, pairs: list[tuple[bytes, bytes | None]]) -> None:
+        """Store `pairs` with new keys; NoSpace: nothing was stored."""
+        stored = sorted((key, b"" if value is None else b"=" + value) for key, value in pairs)
+        try:
+            with self._env.begin(write=True) as transaction:
+                transaction.cursor().putmulti(stored)
+        except lmdb.Error as error:
+            raise from_lmdb_error(error, f"write {self._path}") from error
+
+    def __contains__(self, key: bytes) -> bool:
+        try:
+            with self._env.begin() as transaction:
+                return transaction.get(key) is not None
+        except lmdb.Error as error:
+            raise from_lmdb_error(error, f"read {self._path}") from error
+
+    def ascend(self, first: bytes, end: bytes) -> Generator[tuple[bytes, bytes | None]]:
+        """Yield pairs with first <= key < end; exhaust or close the iterator before the next `put`."""
+        try:
+            with self._env.begin() as transaction:
+                cursor = transaction.cursor()
+                if cursor.set_range(first[:KEY_BYTES_MAX] or b"\0"):
+                    for key, stored in cursor.iternext():
+                        if key >= end:
+                            return
+                        if key >= first:
+                            yield key, stored[1:] if stored else None
+        except lmdb.Error as error:
+            raise from_lmdb_error(error, f"read {self._path}") from error
+
+    def close(self) -> None:
+        self._env.close()
+        shutil.rmtree(self._path, ignore_errors=True)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete what a dead owner of `directory` left."""
+    for left in directory.glob(_NAME + "*"):
+        shutil.rmtree(left, ignore_errors=True)

@@ -36,7 +36,7 @@ from nvpool.core.config import Config, parse_address
 from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.errors import InUse, InvalidRequest, NvpoolError, Unavailable
 from nvpool.core.ids import ROOT_INODE
-from nvpool.core.member_names import MEMBER_S
+from nvpool.core.names import MEMBER_S
 from nvpool.core.units import MIB
 from nvpool.fuse.engines import Engine, engine_of, is_held, make_engine
 from nvpool.fuse.mount_point import MountOptions, check_mount_point, set_read_ahead, unmount

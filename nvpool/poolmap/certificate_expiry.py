@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from nvpool.core.member_names import SKEW_S
+from nvpool.core.names import SKEW_S
 from nvpool.poolmap.health_checks import HealthProblem, Severity
 
 DAY_S = 86_400.0

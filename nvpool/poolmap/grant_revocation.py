@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from nvpool.core.errors import InvalidRequest
 from nvpool.core.grants import EPOCH_MASK, READ, WRITE, Grant, member_tag, volume_tag
-from nvpool.core.member_names import check_member
+from nvpool.core.names import check_member
 from nvpool.poolmap.model import PoolMap, RevokedRight
 
 TAKEN_MAX = 256

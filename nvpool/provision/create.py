@@ -45,7 +45,7 @@ from nvpool.core.errors import (
     NvpoolError,
     from_os_error,
 )
-from nvpool.core.member_names import new_member
+from nvpool.core.names import new_member
 from nvpool.core.units import BLOCK_BYTES, MIB, format_bytes
 from nvpool.host.mountinfo import mounts
 from nvpool.host.pool_directory import (

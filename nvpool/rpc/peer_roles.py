@@ -18,7 +18,7 @@ import struct
 from functools import lru_cache
 from typing import NamedTuple
 
-from nvpool.core.member_names import squashes_root, user_in
+from nvpool.core.names import squashes_root, user_in
 
 _PEERCRED = struct.Struct("iII")
 _SO_PEERGROUPS = getattr(socket, "SO_PEERGROUPS", 59)

@@ -26,7 +26,7 @@ from nvpool.core.errors import (
     Unavailable,
     from_os_error,
 )
-from nvpool.core.member_names import MEMBER_S
+from nvpool.core.names import MEMBER_S
 from nvpool.core.version import VERSION
 from nvpool.host.pool_directory import Flock, PoolDirectory, announcement
 from nvpool.host.pool_directory_modes import group_number

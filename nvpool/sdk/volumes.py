@@ -21,8 +21,8 @@ from nvpool.client.inode_paths import PathFinder
 from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import AlreadyExists, InvalidRequest, NotADirectory, NotFound
 from nvpool.core.ids import ROOT_INODE
+from nvpool.core.names import VOLUMES, check_holder, check_volume_name, member_named, path_of
 from nvpool.core.units import GIB, KIB, MIB, TIB
-from nvpool.core.volume_names import VOLUMES, check_holder, check_volume_name, member_named, path_of
 from nvpool.poolmap.file_layout import layout_of
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2

@@ -25,7 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import CorruptRecord, InvalidRequest
-from nvpool.core.member_names import (
+from nvpool.core.names import (
     DAY_S,
     MEMBER_DAYS,
     MEMBER_S,

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 from nvpool.core.endpoint import Endpoint
 from nvpool.core.errors import AccessDenied, BadConfiguration, NvpoolError, StaleIdentity, from_os_error
-from nvpool.core.member_names import member_in
+from nvpool.core.names import member_in
 from nvpool.host.pool_directory import sync_directory
 
 AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE = "authority.crt", "member.crt", "member.key"

@@ -59,7 +59,7 @@ def states(pid):
 
 @pytest.mark.smoke
 def test_memory_for_requests_is_resident(held):
-    """Otherwise a process that is killed while the kernel copies a request to it leaves a caller with EIO: see shm/prefault."""
+    """Otherwise a process that is killed while the kernel copies a request to it leaves a caller with EIO: see shm/memfd."""
     with open(f"/proc/{serving(held)}/smaps") as file:
         mapping = file.read().partition("nvpool requests")[2].partition("\n\n")[0]
     assert int(re.search(r"Rss:\s+(\d+) kB", mapping)[1]) << 10 >= MIB

@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from nvpool.client.data import commit
+from nvpool.client.data import unstable_writes
 from nvpool.client.vfs import striped_dirs as lookup_striped_dirs
 from nvpool.cluster import embedded_coordinator
 from nvpool.core.checksum import crc32c
@@ -156,7 +156,7 @@ def test_map_that_overwrites_another_change_is_found(monkeypatch):
 
 
 def test_fsync_that_ignores_lost_writes_is_found(monkeypatch):
-    monkeypatch.setattr(commit.StoreCommit, "_lost", lambda self, chains, epoch: set())
+    monkeypatch.setattr(unstable_writes.StoreCommit, "_lost", lambda self, chains, epoch: set())
     assert found(range(1, 41), replicas=1, kinds={"power": 1}, only=(file_data.Blocks,))
 
 

@@ -10,7 +10,7 @@ import click
 
 from nvpool.cli.output import json_option, pool_argument, print_json, print_table, say
 from nvpool.core.errors import NotFound, NvpoolError
-from nvpool.core.member_names import users_of
+from nvpool.core.names import users_of
 
 DAY_S = 86_400.0
 _ROLES = {

@@ -11,7 +11,7 @@ from nvpool.cli.commands.node import entered, make_token
 from nvpool.cli.output import Number, json_option, pool_argument, print_json, print_table, say
 from nvpool.cli.token_input import WAYS, token_options
 from nvpool.core import config as configuration
-from nvpool.core.member_names import users_of
+from nvpool.core.names import users_of
 
 
 def _user(_context: click.Context, _option: click.Parameter, text: str | None) -> tuple[int, int] | None:

@@ -16,8 +16,8 @@ from nvpool.cli.commands.dir import have_chains
 from nvpool.cli.output import ByteSize, json_option, pool_argument, print_json, print_table, say
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import NotFound
+from nvpool.core.names import member_named
 from nvpool.core.units import format_bytes
-from nvpool.core.volume_names import member_named
 
 if TYPE_CHECKING:
     from nvpool.sdk.volumes import AsyncVolumes, Volume

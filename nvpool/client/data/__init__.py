@@ -1,5 +1,5 @@
 """Reads and writes of chunks at stores, and local reads that bypass them.
 
-`chunk_client` is the entry point; `short_circuit` reads local drives, `hedging` and `hedged_reads` deal with
-slow targets, and `commit` makes writes durable. Used by `read`, `write` and `vfs`.
+`chunk_client` is the entry point; `short_circuit` reads local drives, `hedged_reads` deals with slow
+targets, and `unstable_writes` commits writes. Used by `read`, `write` and `vfs`.
 """

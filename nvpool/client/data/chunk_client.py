@@ -19,10 +19,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
-from nvpool.client.data.commit import PATIENCE_S, StoreCommit, Stored, WrittenAt
 from nvpool.client.data.data_loss_check import DataLossCheck
-from nvpool.client.data.hedged_reads import HedgedReads, settle
-from nvpool.client.data.hedging_policy import LATE_S, Hedging, SentRead
+from nvpool.client.data.hedged_reads import LATE_S, HedgedReads, Hedging, SentRead, settle
 from nvpool.client.data.read_queue import (
     Read,
     ReadQueue,
@@ -34,10 +32,10 @@ from nvpool.client.data.read_queue import (
 )
 from nvpool.client.data.replica_choice import Replicas
 from nvpool.client.data.short_circuit import ShortCircuitReads
+from nvpool.client.data.unstable_writes import PATIENCE_S, StoreCommit, Stored, WrittenAt
 from nvpool.client.data.volume_key_cache import VolumeKeys
 from nvpool.client.data.write_fast_path import SubmittedWrite
-from nvpool.client.rpc.backoff import pause, until_known
-from nvpool.client.rpc.deadline_errors import at_the_deadline, reason_of
+from nvpool.client.rpc.backoff import at_the_deadline, pause, reason_of, until_known
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.pool_map_cache import PoolView
@@ -809,7 +807,7 @@ class ChunkClient:
             abandon(asked)
 
     async def flush(self, places: Mapping[WrittenAt, int | None]) -> set[WrittenAt]:
-        """Commit unstable writes; see StoreCommit.flush (client/data/commit)."""
+        """Commit unstable writes; see StoreCommit.flush (client/data/unstable_writes)."""
         return await self._flushing.flush(places, self._clock.boottime_s() + self._options.deadline_s)
 
     def _call(self, target: int, method: int, message: bytes, deadline_s: float) -> Awaitable:

@@ -15,8 +15,8 @@ from functools import partial
 from typing import NamedTuple
 
 from nvpool.client.data.chunk_client import ChunkClient
-from nvpool.client.data.commit import Stored
-from nvpool.client.rpc.deadline_errors import reason_of
+from nvpool.client.data.unstable_writes import Stored
+from nvpool.client.rpc.backoff import reason_of
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.core.errors import (
     CorruptFrame,

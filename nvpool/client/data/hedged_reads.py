@@ -1,18 +1,23 @@
-"""Hedged reads: sends reads of a slow target to other replicas too. The first reply counts.
+"""Hedged reads: sends reads of a slow target to other replicas too. The first good reply counts.
 
-Another replica may refuse for now, for instance because a write waits for the silent target. So the other
-replicas are asked again and again, by the newest map, until one has answered. `hedging_policy` decides when; used by
-the chunk client.
+`Hedging` decides when. Only a few percent of the reads may be sent twice: a second request costs the other
+target as much as the first one, so under load hedging of all reads would make all of them slower (Dean and
+Barroso: The Tail at Scale, CACM 56, 2013). A read without a reply for LATE_S is sent to another replica in
+any case, and the silent target is avoided for a while. In a pool with one replica per chunk nothing is
+watched, and nothing costs anything.
+
+`HedgedReads` sends the second requests. Another replica may refuse for now, for instance because a write
+waits for the silent target. So the other replicas are asked again and again, by the newest map, until one has
+answered. Used by the chunk client and `read/batch` on one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from nvpool.client.data.hedging_policy import SentRead
 from nvpool.client.data.read_queue import Read, ReadQueue
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.pool_map_cache import PoolView
@@ -23,8 +28,136 @@ from nvpool.core.grants import READ
 
 log = logging.getLogger(__name__)
 
+SHARE = 0.05
+"""Fraction of reads that may be sent twice."""
+CREDIT_MAX = 16.0
+"""Reads that may be sent twice in a row."""
+SLOWER = 3.0
+"""Multiple of the 95th percentile of recent latencies from which on a read is slow."""
+DELAY_S_MIN, DELAY_S_MAX = 0.005, 0.25
+LATE_S = 0.5
+LAST = 128
+"""Reads whose latencies are kept."""
+_LOOK = 32
+SMOOTHED = 1 / 16
+"""Weight of a new latency in the average of its target queue."""
 SECOND_S = 5.0
 """Time for one more attempt at another replica, before the next one is asked."""
+
+
+class SentRead:
+    """A message with reads in flight. `again(sent)` sends the reads to another replica."""
+
+    __slots__ = ("number", "lane", "jobs", "sent_s", "again", "cost", "end", "asked")
+
+    def __init__(
+        self,
+        number: int,
+        lane: ReadQueue,
+        jobs: Sequence[Read],
+        sent_s: float,
+        again: Callable[[SentRead], None],
+        cost: float,
+    ) -> None:
+        self.number = number
+        self.lane = lane
+        self.jobs = jobs
+        self.sent_s = sent_s
+        self.again = again
+        self.cost = cost
+        self.end: Callable[[], None] = _nothing
+        """Stops reception; must be called before another task writes to the reader's memory."""
+        self.asked = False
+
+
+def _nothing() -> None:
+    """Default for reads that are received into memory of their own."""
+
+
+class Hedging:
+    """The watch of reads in flight.
+
+    `late(lane)` is called when a target has not answered for LATE_S; `looked()` at intervals, when the
+    average latencies are up to date.
+    """
+
+    def __init__(self, clock: Clock, late: Callable[[ReadQueue], None], looked: Callable[[], None]) -> None:
+        self._now_s = clock.boottime_s
+        self._late = late
+        self._looked = looked
+        self._loop = asyncio.get_running_loop()
+        self._out: dict[int, SentRead] = {}
+        self._number = 0
+        self._credit = CREDIT_MAX
+        self._times: list[float] = []
+        self._measured = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self.delay_s = DELAY_S_MAX / 4
+        self.counters = {"hedged": 0, "late": 0}
+
+    def watch(
+        self, lane: ReadQueue, jobs: Sequence[Read], again: Callable[[SentRead], None], cost: float = 0.0
+    ) -> SentRead:
+        """Watch a message of reads that is being sent.
+
+        The caller passes the result to `came` at the end, also after an error. `cost`: cost of a second
+        request, in reads; infinite: only a late read is sent twice.
+        """
+        self._number += 1
+        sent = self._out[self._number] = SentRead(
+            self._number, lane, jobs, self._now_s(), again, cost or len(jobs)
+        )
+        self._credit = min(CREDIT_MAX, self._credit + SHARE * len(jobs))
+        if self._timer is None:
+            self._timer = self._loop.call_later(self.delay_s, self._look)
+        return sent
+
+    def came(self, sent: SentRead, good: bool) -> None:
+        """Record the end of a message.
+
+        `good`: with bytes; a refusal says nothing about the latency of reads.
+        """
+        self._out.pop(sent.number, None)
+        took_s = self._now_s() - sent.sent_s
+        if good:
+            lane = sent.lane
+            lane.took_s += (took_s - lane.took_s) * (SMOOTHED if lane.took_s else 1.0)
+        if len(self._times) < LAST:
+            self._times.append(took_s)
+        else:
+            self._times[self._measured % LAST] = took_s
+        self._measured += 1
+        if self._measured % _LOOK == 0:
+            ordered = sorted(self._times)
+            self.delay_s = min(DELAY_S_MAX, max(DELAY_S_MIN, SLOWER * ordered[len(ordered) * 95 // 100]))
+            self._looked()
+
+    def _look(self) -> None:
+        self._timer = None
+        now_s = self._now_s()
+        for sent in list(self._out.values()):
+            age_s = now_s - sent.sent_s
+            if age_s < self.delay_s:
+                break  # the following ones are younger
+            late = age_s >= LATE_S
+            if late:
+                self._out.pop(sent.number, None)
+                self.counters["late"] += 1
+                self._late(sent.lane)  # first, so that another replica is asked now
+            if not sent.asked and (late or self._credit >= sent.cost):
+                sent.asked = True
+                if not late:
+                    self._credit -= sent.cost
+                self.counters["hedged"] += len(sent.jobs)
+                sent.again(sent)
+        if self._out:
+            self._timer = self._loop.call_later(max(DELAY_S_MIN, self.delay_s / 2), self._look)
+
+    def close(self) -> None:
+        """Stop the watch."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._out.clear()
 
 
 class HedgedReads:
@@ -41,7 +174,7 @@ class HedgedReads:
         *,
         pause: Callable[[NvpoolError, int, float], Awaitable[None]],
         renew: Callable[[OpenInode, int], Awaitable[None]],
-    ):
+    ) -> None:
         self._chunks = chunks
         self._view = view
         self._clock = clock

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from nvpool.client.data.commit import Stored, WrittenAt
 from nvpool.client.data.read_queue import ReadQueue
+from nvpool.client.data.unstable_writes import Stored, WrittenAt
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.pool_map_cache import PoolView
 from nvpool.core.clock import Clock

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from nvpool.client.data.commit import Stored
+from nvpool.client.data.unstable_writes import Stored
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.core import errors
 from nvpool.core.errors import CorruptFrame, Unavailable

@@ -16,7 +16,7 @@ from functools import partial
 
 from nvpool.blockio.reader import read_now
 from nvpool.client.data.chunk_client import GATHER_BYTES, GATHER_READS, ChunkClient
-from nvpool.client.data.hedging_policy import SentRead
+from nvpool.client.data.hedged_reads import SentRead
 from nvpool.client.data.read_queue import ReadQueue, reads_struct, results_struct, submit_into
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions

@@ -1,4 +1,7 @@
-"""Back-off before a request is retried, shared by the metadata client and the chunk client."""
+"""Back-off before a request is retried, and the error of a request that runs out of time.
+
+Shared by the metadata client and the chunk client, where replies of other processes arrive.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,15 @@ import asyncio
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.pool_map_cache import PoolView
 from nvpool.core.clock import Clock
-from nvpool.core.errors import AccessDenied, Busy, NvpoolError, StaleIdentity, Unreachable
+from nvpool.core.errors import (
+    AccessDenied,
+    Busy,
+    DeadlineExceeded,
+    NvpoolError,
+    StaleIdentity,
+    Unavailable,
+    Unreachable,
+)
 
 REACH_S = 0.1
 """Longest delay while a daemon is unreachable: an attempt costs next to nothing.
@@ -47,3 +58,21 @@ async def pause(
         await asyncio.sleep(delay_s)  # the daemon is alive, so no newer map is needed
     else:
         await view.newer(delay_s)
+
+
+def reason_of(error: NvpoolError, before: NvpoolError | None) -> NvpoolError:
+    """The reason of a retry: `error`, or the earlier reason if `error` is a timeout."""
+    return before if before is not None and isinstance(error, DeadlineExceeded) else error
+
+
+def at_the_deadline(error: NvpoolError, reason: NvpoolError, uncertain: bool = False) -> Unavailable:
+    """The error to raise for a request that must not be retried any more.
+
+    It has the last error and the reason (see `reason_of`). `uncertain`: an earlier attempt may have been
+    executed.
+    """
+    family = type(error) if isinstance(error, Unavailable) else DeadlineExceeded
+    return family(
+        f"{error}" if reason is error else f"{error}; last: {reason}",
+        may_be_applied=uncertain or error.may_be_applied or reason.may_be_applied,
+    )

@@ -15,9 +15,8 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from nvpool.client.rpc.backoff import pause
+from nvpool.client.rpc.backoff import at_the_deadline, pause, reason_of
 from nvpool.client.rpc.change_fast_path import OnEnd, SentChange, SubmittedChange
-from nvpool.client.rpc.deadline_errors import at_the_deadline, reason_of
 from nvpool.client.rpc.deferred_close import RENEW_INODES_MAX, DeferredClose
 from nvpool.client.rpc.lease_watch import keep_watch
 from nvpool.client.rpc.partition_migration import PartitionOwners

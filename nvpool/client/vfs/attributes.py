@@ -20,7 +20,7 @@ from nvpool.core.errors import (
     Unavailable,
 )
 from nvpool.core.ids import ROOT_INODE
-from nvpool.core.member_names import NOBODY
+from nvpool.core.names import NOBODY
 from nvpool.core.units import (
     BLOCK_BYTES,
     CHAINS_PER_TABLE,

@@ -25,7 +25,7 @@ from nvpool.shm.mount_state import FILE, WRITE
 from nvpool.core.units import BLOCK_BYTES, CHAINS_PER_TABLE
 from nvpool.client.rpc.change_fast_path import SubmittedChange
 from nvpool.client.rpc.change_fast_path import SentChange as BegunSent
-from nvpool.client.data.commit import Stored
+from nvpool.client.data.unstable_writes import Stored
 from nvpool.client.write.sender import SizeReport
 from nvpool.client.state.dirty_file import DirtyExtent, DirtyFile
 from nvpool.rpc.transports._frame cimport note

@@ -21,8 +21,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from nvpool.client.data.commit import Stored
-from nvpool.client.data.unstable_writes import UnstableWrites
+from nvpool.client.data.unstable_writes import Stored, UnstableWrites
 from nvpool.client.data.write_fast_path import SubmittedWrite
 from nvpool.client.rpc.slot_journal import asking
 from nvpool.client.state.dirty_file import DirtyExtent, DirtyFile, Record, copies, kept

@@ -12,7 +12,7 @@ from nvpool.core.errors import (
     WouldLoop,
 )
 from nvpool.core.ids import ROOT_INODE
-from nvpool.core.volume_names import VOLUMES
+from nvpool.core.names import VOLUMES
 from nvpool.meta.operations.unlink import check_empty
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode

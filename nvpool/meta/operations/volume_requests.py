@@ -8,9 +8,8 @@ from __future__ import annotations
 from functools import partial
 
 from nvpool.core.errors import Busy, InvalidRequest, NotFound, ReadOnly
-from nvpool.core.member_names import check_member
+from nvpool.core.names import check_member, check_volume_name
 from nvpool.core.units import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, format_bytes
-from nvpool.core.volume_names import check_volume_name
 from nvpool.meta.state.records import Inode, decode_inode, inode_key
 from nvpool.meta.state.transaction import Draft, View
 from nvpool.meta.state.volume_records import (

@@ -42,7 +42,7 @@ from nvpool.core.errors import (
     Stale,
 )
 from nvpool.core.ids import ROOT_INODE, partition_of
-from nvpool.core.member_names import NOBODY
+from nvpool.core.names import NOBODY
 from nvpool.core.posix.acl import ACCESS, NAMES, Acl, decode_acl
 from nvpool.core.posix.byte_range_locks import EXCLUSIVE, RECORD, UNLOCKED
 from nvpool.meta.operations import permissions

@@ -18,7 +18,7 @@ from math import inf
 from nvpool.core.checksum import crc32c
 from nvpool.core.errors import InvalidRequest, NvpoolError, StaleSession, TooManyOpen
 from nvpool.core.ids import partition_of
-from nvpool.core.member_names import squashes_root, user_in
+from nvpool.core.names import squashes_root, user_in
 from nvpool.core.units import SLOTS_PER_SESSION
 from nvpool.kv.api import Kv
 from nvpool.meta.options import MetaOptions

@@ -24,8 +24,8 @@ from nvpool.core.errors import (
     WrongShard,
 )
 from nvpool.core.ids import partition_of
+from nvpool.core.names import check_holder
 from nvpool.core.units import MIB, PARTITION_COUNT
-from nvpool.core.volume_names import check_holder
 from nvpool.meta.operations import trash, volume_requests
 from nvpool.meta.state.record_locks import LockedRecord, when_free
 from nvpool.meta.state.transaction import Draft, View

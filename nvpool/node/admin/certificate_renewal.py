@@ -12,7 +12,7 @@ from functools import partial
 from nvpool.client import certificate_renewal as client_renewal
 from nvpool.client.certificate_renewal import Signed
 from nvpool.core.errors import AccessDenied, NvpoolError
-from nvpool.core.member_names import RENEW_S
+from nvpool.core.names import RENEW_S
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.node.admin.certificate_store import CertificateStore
 from nvpool.poolmap.model import PoolMap

@@ -20,7 +20,7 @@ from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.containers.rate_limits import RateLimits
 from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.errors import AccessDenied, Busy, InvalidRequest, from_os_error
-from nvpool.core.member_names import SQUASH_ROOT, new_member
+from nvpool.core.names import SQUASH_ROOT, new_member
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.meta.service_auth import AuthorityCheck
 from nvpool.node.admin.certificate_store import CertificateStore

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from nvpool.core.errors import AccessDenied, InvalidRequest
-from nvpool.core.member_names import DAY_S, MEMBER_DAYS
+from nvpool.core.names import DAY_S, MEMBER_DAYS
 from nvpool.poolmap.model import JoinToken, Node, PoolMap, Revoked, changed
 from nvpool.poolmap.shards.partition_moves import not_wanted
 

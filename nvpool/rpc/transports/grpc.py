@@ -35,7 +35,7 @@ from nvpool.core.errors import (
     Stale,
     Unreachable,
 )
-from nvpool.core.member_names import dns_of
+from nvpool.core.names import dns_of
 from nvpool.rpc.api import (
     MESSAGE_BYTES_MAX,
     PAYLOAD_BYTES_MAX,

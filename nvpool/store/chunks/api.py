@@ -45,7 +45,7 @@ from nvpool.core.errors import (
 )
 from nvpool.core.ids import RequestId
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX, MIB
-from nvpool.poolmap.chains.chain_set import ChainSet
+from nvpool.poolmap.chains.tables import ChainSet
 from nvpool.security.xts import BlockCipher
 from nvpool.store.disk.bad_blocks import BadBlock
 from nvpool.store.disk.superblock import Superblock, decode_superblock, encode_superblock

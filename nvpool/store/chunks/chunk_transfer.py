@@ -20,8 +20,8 @@ from nvpool.core.checksum import ZERO_BLOCK_CHECKSUM, first_bad_block
 from nvpool.core.errors import Busy, CorruptRecord
 from nvpool.core.units import BLOCK_BYTES
 from nvpool.kv.api import Effect
-from nvpool.poolmap.chains.chain_set import ChainSet
 from nvpool.poolmap.chains.protocol import raised
+from nvpool.poolmap.chains.tables import ChainSet
 from nvpool.store.chunks import salvage
 from nvpool.store.chunks import truncate as store_truncate
 from nvpool.store.chunks.api import (

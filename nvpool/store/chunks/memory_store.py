@@ -26,8 +26,8 @@ from nvpool.core.errors import (
 )
 from nvpool.core.ids import RequestId, is_done
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
-from nvpool.poolmap.chains.chain_set import ChainSet
 from nvpool.poolmap.chains.protocol import MemberChunkState, after_cut, next_version, raised
+from nvpool.poolmap.chains.tables import ChainSet
 from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks.api import (
     ALL_INODES,

@@ -27,7 +27,7 @@ from functools import partial
 from nvpool.core.clock import Clock
 from nvpool.core.errors import Fenced, NvpoolError
 from nvpool.core.ids import version_parts
-from nvpool.poolmap.chains.chain_set import ChainSet
+from nvpool.poolmap.chains.tables import ChainSet
 from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.store.chunks.api import ChunkStore

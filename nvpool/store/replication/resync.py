@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from nvpool.core.clock import Clock
 from nvpool.core.errors import Busy, CorruptRecord, NoSpace, NvpoolError, Unavailable, WrongTarget
 from nvpool.core.units import BLOCK_BYTES
-from nvpool.poolmap.chains.chain_set import ChainSet
+from nvpool.poolmap.chains.tables import ChainSet
 from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.store.chunks.api import ChunkCopy, ChunkState, ChunkStore, ChunkVersion

@@ -17,7 +17,7 @@ from nvpool.core.clock import Clock
 from nvpool.core.errors import BY_WIRE_CODE, CorruptFrame, Damaged, NvpoolError
 from nvpool.core.grants import SERVICE, Grant, sign
 from nvpool.core.units import BLOCK_BYTES
-from nvpool.poolmap.chains.chain_set import ChainSet, encode_chains
+from nvpool.poolmap.chains.tables import ChainSet, encode_chains
 from nvpool.poolmap.model import PoolMap
 from nvpool.rpc.api import Reply
 from nvpool.rpc.connection_pool import Dialer

@@ -17,8 +17,8 @@ from typing import Any
 
 from nvpool.core.errors import Busy, CorruptFrame, InvalidRequest, NvpoolError, WrongTarget
 from nvpool.core.units import BLOCK_BYTES, MIB
-from nvpool.poolmap.chains.chain_set import decode_chains
 from nvpool.poolmap.chains.protocol import of_old_floor
+from nvpool.poolmap.chains.tables import decode_chains
 from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.rpc.api import Call

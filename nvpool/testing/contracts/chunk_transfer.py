@@ -8,7 +8,7 @@ from nvpool.core import errors
 from nvpool.core.checksum import block_checksums
 from nvpool.core.ids import RequestId, version
 from nvpool.core.units import BLOCK_BYTES, KIB, MIB
-from nvpool.poolmap.chains.chain_set import ChainSet
+from nvpool.poolmap.chains.tables import ChainSet
 from nvpool.poolmap.file_layout import chain_of
 from nvpool.store.chunks.api import ChunkCopy, ChunkState, ChunkStore, InodeCut
 from nvpool.testing.contracts.chunk_store import (

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from nvpool.core import grants
 from nvpool.core.errors import NvpoolError
 from nvpool.core.ids import ROOT_INODE
-from nvpool.core.member_names import SQUASH_ROOT
+from nvpool.core.names import SQUASH_ROOT
 from nvpool.core.posix.acl import (
     ACCESS,
     DEFAULT,

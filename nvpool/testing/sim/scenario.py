@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from nvpool.client.pool_client import Client
 from nvpool.client.state.options import ClientOptions
 from nvpool.core.errors import Bug, InvariantBroken, NvpoolError, WritesLost
-from nvpool.poolmap.chains import chain_set
+from nvpool.poolmap.chains import tables
 from nvpool.sdk.fsck.check import FsckReport, check_metadata
 from nvpool.testing.sim.faults import (
     KINDS,
@@ -340,14 +340,14 @@ def _few_chains() -> Iterator[None]:
         for name, module in sys.modules.items()
         if name.startswith("nvpool.") and hasattr(module, "CHAINS_PER_TABLE")
     ]
-    before, raw_before = having[0].CHAINS_PER_TABLE, chain_set.TABLE_BYTES
+    before, raw_before = having[0].CHAINS_PER_TABLE, tables.TABLE_BYTES
     try:
-        chain_set.TABLE_BYTES = 1 + CHAINS // 8
+        tables.TABLE_BYTES = 1 + CHAINS // 8
         for module in having:
             module.CHAINS_PER_TABLE = CHAINS
         yield
     finally:
-        chain_set.TABLE_BYTES = raw_before
+        tables.TABLE_BYTES = raw_before
         for module in having:
             module.CHAINS_PER_TABLE = before
 

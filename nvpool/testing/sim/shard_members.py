@@ -14,10 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nvpool.core.errors import Refused
-from nvpool.kv.engine_runtime import EngineRuntime
 from nvpool.kv.journal import Journal
 from nvpool.kv.lmdb_env import LmdbTree, Mark
-from nvpool.kv.options import LmdbOptions
+from nvpool.kv.options import EngineRuntime, LmdbOptions
 from nvpool.kv.replication.member_engine import MemberKv
 from nvpool.meta.server.shard_member import ShardMember
 from nvpool.rpc.api import Buffer, Call

@@ -8,7 +8,7 @@ import os
 import pytest
 from msgspec.structs import replace
 
-from nvpool.client.rpc.deadline_errors import at_the_deadline, reason_of
+from nvpool.client.rpc.backoff import at_the_deadline, reason_of
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.pool_map_cache import PoolView
 from nvpool.client.state.vfs_types import Caller

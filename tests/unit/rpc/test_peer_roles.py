@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from nvpool.core.member_names import member_in, new_member, uri_of, user_in
+from nvpool.core.names import member_in, new_member, uri_of, user_in
 from nvpool.rpc.peer_roles import Credentials, Peer, Role, acts_as, role_of
 
 OPERATORS = 4711

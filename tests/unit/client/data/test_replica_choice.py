@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from nvpool.client.data.hedging_policy import Hedging
+from nvpool.client.data.hedged_reads import Hedging
 from nvpool.client.data.read_queue import ReadQueue
 from nvpool.client.data.replica_choice import BUSIER, ELSEWHERE, HERE, SAME_RACK, SHUN_S, SLOW_S_MIN, Replicas
 from nvpool.core.clock import SYSTEM_CLOCK

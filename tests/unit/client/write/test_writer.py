@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from nvpool.client.data.commit import Stored
+from nvpool.client.data.unstable_writes import Stored
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.write.writeback import Writer

@@ -11,7 +11,7 @@ from nvpool.core import grants
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import AccessDenied, NoAttribute, NotPermitted
 from nvpool.core.ids import ROOT_INODE as ROOT
-from nvpool.core.member_names import NOBODY, check_member, new_member, squashes_root, user_in, users_of
+from nvpool.core.names import NOBODY, check_member, new_member, squashes_root, user_in, users_of
 from nvpool.core.posix.acl import ACCESS, GROUP, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, AclEntry, encode_acl
 from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.operations import permissions

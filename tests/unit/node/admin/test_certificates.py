@@ -13,7 +13,7 @@ from nvpool.cli.commands import cert
 from nvpool.client import certificate_renewal as client_renewing
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import Busy, CorruptRecord, NotFound, Unavailable
-from nvpool.core.member_names import SKEW_S
+from nvpool.core.names import SKEW_S
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.metrics import registry as metrics
 from nvpool.metrics.exposition import Page

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import AccessDenied, InvalidRequest, Unavailable
-from nvpool.core.member_names import MEMBER_S, new_member
+from nvpool.core.names import MEMBER_S, new_member
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.node.admin.certificate_renewal import renew_once
 from nvpool.node.admin.join_server import JoinServer, acts_as_of

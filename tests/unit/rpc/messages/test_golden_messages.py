@@ -7,9 +7,9 @@ from pathlib import Path
 
 from nvpool.core import grants, ids
 from nvpool.core.ids import RequestId
-from nvpool.poolmap.chains.chain_set import ChainSet, encode_chains
 from nvpool.poolmap.chains.placement import build_table
 from nvpool.poolmap.chains.protocol import of_old_floor
+from nvpool.poolmap.chains.tables import ChainSet, encode_chains
 from nvpool.poolmap.file_layout import Layout
 from nvpool.poolmap.grant_revocation import taken
 from nvpool.poolmap.model import (

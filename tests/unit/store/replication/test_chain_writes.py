@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from nvpool.client.data import hedging_policy as hedging_module
+from nvpool.client.data import hedged_reads as hedging_module
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import Busy, ChecksumMismatch, CorruptRecord, NoSpace, StaleEpoch

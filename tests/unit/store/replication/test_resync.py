@@ -22,7 +22,7 @@ from nvpool.core.checksum import piece_checksums
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.ids import RequestId, version, version_parts
 from nvpool.core.units import BLOCK_BYTES, CHAINS_PER_TABLE, MIB
-from nvpool.poolmap.chains.chain_set import ChainSet
+from nvpool.poolmap.chains.tables import ChainSet
 from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import MAP_FORMAT, Chain, ChainTable, Drive, Node, PoolMap, PoolSettings, Target
 from nvpool.rpc.api import Greeting

@@ -4,8 +4,7 @@ import mmap
 import os
 import re
 
-from nvpool.shm.memfd import make_sealed
-from nvpool.shm.prefault import fault_in
+from nvpool.shm.memfd import fault_in, make_sealed
 
 PAGE = mmap.PAGESIZE
 SIZE = 40 * PAGE

@@ -1,7 +1,11 @@
-"""Names of pool members, and their form in certificates: node/NAME, client/NAME, bridge/NAME.
+"""Names of pool members, of volumes and of volume holders, and their validation.
 
-`security/ca` writes the names into certificates, and `rpc/` reads the names from there. Each name is issued
-once in the life of a pool, so the name of a removed member never identifies another member.
+A member is node/NAME, client/NAME or bridge/NAME. `security/ca` writes these names into certificates, and
+`rpc/` reads the names from there. Each name is issued once in the life of a pool, so the name of a removed
+member never identifies another member.
+
+A volume name is valid in every interface to a volume: as a path, a Docker name, a CSI handle and a metric
+label. The metadata service, the SDK, the CLI and the bridges check it here.
 """
 
 from __future__ import annotations
@@ -33,6 +37,11 @@ SQUASH_ROOT = "squash-root"
 _ACTS_AS = re.compile(r"client/[A-Za-z0-9_-]+\.[0-9a-f]{8}\.u([0-9]{1,10})-([0-9]{1,10})")
 _SQUASHED = re.compile(rf"client/[A-Za-z0-9_-]+\.[0-9a-f]{{8}}\.{SQUASH_ROOT}")
 _MEMBER = re.compile(r"(node|client|bridge)/[A-Za-z0-9_.-]{1,80}")
+
+VOLUMES = b"volumes"
+"""Name of the directory of all volumes, in the root of the pool."""
+VOLUME_NAME_MAX, HOLDER_BYTES_MAX = 63, 255
+_VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 def check_member(member: str) -> None:
@@ -103,3 +112,42 @@ def member_in(uri: str) -> tuple[str, str] | None:
     scheme, _, rest = uri.partition("://")
     pool_id, _, member = rest.partition("/")
     return (pool_id, member) if scheme == "nvpool" and pool_id and _MEMBER.fullmatch(member) else None
+
+
+def check_volume_name(name: str) -> str:
+    """Return `name` if it is a valid volume name.
+
+    InvalidRequest: the name breaks the rule, which the text states. The rule ensures that no name leads out
+    of the directory of volumes, and that no two names differ only in their Unicode encoding.
+    """
+    if not isinstance(name, str) or len(name) > VOLUME_NAME_MAX or not _VOLUME.fullmatch(name):
+        shown = repr(name) if len(str(name)) <= 80 else f"{str(name)[:40]!r}... ({len(name)} characters)"
+        raise InvalidRequest(
+            f"{shown} cannot be the name of a volume: 1 to {VOLUME_NAME_MAX} letters, digits, _ . and - of "
+            f"ASCII, the first a letter or a digit"
+        )
+    return name
+
+
+def path_of(name: str) -> str:
+    return f"/{VOLUMES.decode()}/{check_volume_name(name)}"
+
+
+def check_holder(holder: str) -> bytes:
+    """Return the name of a volume's holder as the record stores it.
+
+    InvalidRequest: the name is empty, too long, or has control characters.
+    """
+    raw = holder.encode("utf-8", "surrogatepass") if isinstance(holder, str) else b""
+    if not 0 < len(raw) <= HOLDER_BYTES_MAX or any(byte < 32 or byte == 127 for byte in raw):
+        raise InvalidRequest(
+            f"who holds a volume is named with 1 to {HOLDER_BYTES_MAX} bytes without control characters"
+        )
+    return raw
+
+
+def member_named(client: str) -> str:
+    """Return the member named by client/NAME or by NAME alone; InvalidRequest if the name is invalid."""
+    member = client if "/" in client else f"client/{client}"
+    check_member(member)
+    return member
