@@ -531,7 +531,7 @@ class DriveFailed(Damaged):
 
 
 class WritesLost(Damaged):
-    """Unflushed writes were lost in the store, for example in a power loss."""
+    """Unstable writes were lost in the store, for example in a power loss."""
 
     wire_code = 405
 
