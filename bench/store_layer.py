@@ -46,7 +46,7 @@ class _Call:
         self.answer: tuple | None = None
 
     def room(self, byte_count: int) -> None:
-        """None: the transport has no memory of the asker."""
+        """None: the transport has no memory that belongs to the client."""
 
     def reply(self, message=b"", payload=()) -> None:
         self.answer = message, payload

@@ -62,6 +62,10 @@ WORDS = {
     r"tall(?:y|ies)": "statistics",
     r"spanning": "cross-shard transaction",
     r"succession": "election",
+    r"zygotes?": "fork server",
+    r"untold": "not reported",
+    r"askers?": "caller, client",
+    r"answerers?": "server side",
 }
 """Old word (a regular expression) -> the field's words."""
 

@@ -223,9 +223,9 @@ async def _page(volumes: BridgeVolumes, counts: BridgeMetrics, wait_s: float) ->
     def measure(page: Page) -> None:
         page.set(metrics.UP, 1)
         counts.measure(page)
-        in_use, untold = volumes.uses()
+        in_use, unreported = volumes.uses()
         page.set(metrics.BRIDGE_USES, in_use)
-        page.set(metrics.BRIDGE_UNTOLD, untold)
+        page.set(metrics.BRIDGE_UNREPORTED, unreported)
 
     return own_page(measure)
 

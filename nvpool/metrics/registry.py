@@ -63,7 +63,7 @@ REQUEST_BYTES = _counter(
     "request_bytes_total", "Payload of requests (in) and of their answers (out).", "op transport direction"
 )
 REQUESTS_GIVEN_UP = _counter(
-    "requests_given_up_total", "Requests whose asker has gone or cancelled before the answer.", "transport"
+    "requests_given_up_total", "Requests whose caller has gone or cancelled before the answer.", "transport"
 )
 REQUESTS_IN_WORK = _gauge(
     "requests_in_work", "Requests that have arrived and are not answered yet.", "transport"
@@ -315,7 +315,7 @@ BRIDGE_ERRORS = _counter(
     "op transport error",
 )
 BRIDGE_USES = _gauge("bridge_volume_uses", "Containers, pods and their like that use a volume on this host.")
-BRIDGE_UNTOLD = _gauge(
+BRIDGE_UNREPORTED = _gauge(
     "bridge_ended_uses", "Uses that have ended here and have not been reported to the pool yet."
 )
 
