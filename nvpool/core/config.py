@@ -38,7 +38,7 @@ RENAMED_KEYS = {
 
 
 class Log(msgspec.Struct, frozen=True):
-    """Where the daemons of this node write what they have to say."""
+    """Logs of the daemons of this node."""
 
     level: Annotated[
         Literal["debug", "info", "warning", "error"],
@@ -134,7 +134,7 @@ class Metrics(msgspec.Struct, frozen=True):
 
 
 class Processors(msgspec.Struct, frozen=True):
-    """What daemons and mounts ask of the kernel's power management."""
+    """Requests of daemons and mounts to the kernel's power management."""
 
     awake: Annotated[
         Literal["auto", "always", "never"],
@@ -261,7 +261,7 @@ class EncryptionSection(msgspec.Struct, frozen=True):
 
 
 class LimitsSection(msgspec.Struct, frozen=True):
-    """What clients may have of each daemon of this node. One peer is a client's certificate, a user of this host, or an address
+    """Limits of clients at each daemon of this node. One peer is a client's certificate, a user of this host, or an address
     without either. Nodes, root and the daemons' own user are bounded by the totals alone."""
 
     connections: Annotated[

@@ -84,7 +84,7 @@ class Unavailable(NvpoolError):
 
 
 class Damaged(NvpoolError):
-    """What is stored here is not what was written."""
+    """Stored data is not the data that was written."""
 
     errno = errno.EIO
     wire_code = 400
@@ -297,7 +297,7 @@ class WouldBlock(Refused):
 
 
 class WouldDeadlock(Refused):
-    """Who holds the lock waits for one that the caller holds."""
+    """Deadlock: the owner of the lock waits for a lock that the caller holds."""
 
     errno = errno.EDEADLK
     wire_code = 129
@@ -418,7 +418,7 @@ class StaleTenure(Stale):
 
 
 class StaleIdentity(Stale):
-    """Who shows this certificate is not in the pool, by the map known here: wait for a newer one, or join the pool again."""
+    """The member of this certificate is not in the pool map known here: wait for a newer map, or join the pool again."""
 
     errno = errno.EACCES
     wire_code = 225
@@ -531,13 +531,13 @@ class DriveFailed(Damaged):
 
 
 class WritesLost(Damaged):
-    """What was written and not flushed yet was lost where it was stored, as with the power of its machine."""
+    """Writes without a flush were lost where they were stored, as in a power failure of that machine."""
 
     wire_code = 405
 
 
 class BytesLost(Damaged):
-    """What was stored here was given up with the drives that held it; rewrite it, or remove the file."""
+    """Data was given up with the drives that held it; rewrite it, or remove the file."""
 
     wire_code = 406
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class WriteOwner(Protocol):
-    """What a submitted write needs of the chunk client that made it."""
+    """Interface of the chunk client for a write that it submitted."""
 
     def was_written(self, file: OpenInode, index: int, epoch: int, cut: int) -> Stored:
         """Note that the write succeeded; return the unstable write to commit."""

@@ -43,7 +43,7 @@ class SentChange(NamedTuple):
 
 
 class ChangeOwner(Protocol):
-    """What a submitted change needs of the metadata client that made it."""
+    """Interface of the metadata client for a change that it submitted."""
 
     def leave(self, unique: int, state: ShardSession, slot: int, sequence: int, generation: int) -> None:
         """Release the slot when the kernel's request is answered."""

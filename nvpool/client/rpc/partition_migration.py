@@ -31,7 +31,7 @@ NAMES_MAX = 16_384
 
 
 class SessionOwner(Protocol):
-    """What a change of owners needs of the metadata client."""
+    """Interface of the metadata client for a change of owners."""
 
     @property
     def leases(self) -> Leases:

@@ -31,7 +31,7 @@ class OpenReply(NamedTuple):
 
 
 class MountOperations(Protocol):
-    """What a completion needs of the operations of its mount (ops/operations)."""
+    """Interface of the mount's operations for a completion (ops/operations)."""
 
     change_count: int
     """Changes made through this mount; counted when they are complete."""

@@ -39,7 +39,7 @@ IS_COMPILED = _fast_path is not None
 
 
 class FastPathService(Protocol):
-    """What this module calls of the metadata service; the compiled module reads the parts of its state."""
+    """Interface of the metadata service for this module; the compiled module reads the parts of its state."""
 
     def change_failed(self, session: Session, slot: Slot, sequence: int, mark: int, error: Exception) -> None:
         """Record that the engine did not accept a change."""

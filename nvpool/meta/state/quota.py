@@ -85,7 +85,7 @@ class QuotaLedger:
 
 
 class QuotaRecords(Protocol):
-    """What an account reads of the shard's View (meta/state/transaction)."""
+    """Interface of the shard's View for an account (meta/state/transaction)."""
 
     @property
     def get(self) -> Callable[[bytes], bytes | None]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     """Attribute `fast_path` of a handler; see Handler in rpc/api."""
 
     class _ClientEnd:
-        """What a fast path needs of a connection's end (rpc/transports/stream)."""
+        """Interface of a connection for its fast path (rpc/transports/stream)."""
 
         _reader: FrameReader
         _transport: asyncio.Transport | MeteredTransport
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         def _go_on_reading(self) -> None: ...
 
     class _ServerEnd(_ClientEnd, ServerConnection):
-        """What it needs of a server's end."""
+        """Further interface of a server's connection."""
 
         fast_path: FastPath | None
         _later: Any

@@ -1,4 +1,4 @@
-"""What the parts of the block store use of it: its state, and the steps of a change.
+"""Interface of the block store for its parts: its state, and the steps of a change.
 
 `block_store` implements this interface and passes itself to `staged_writes`, `copy_range`, `truncate`,
 `salvage` and `verify`. A change allocates blocks in a transaction, writes and syncs them, and names them in

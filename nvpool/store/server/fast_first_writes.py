@@ -37,7 +37,7 @@ _fast_first_writes = load_compiled("nvpool.store.server._fast_first_writes")
 
 
 class FirstWriteService(WriteService, Protocol):
-    """What this path needs of the service of its target."""
+    """Interface of the target's service for this path."""
 
     @property
     def target(self) -> int:

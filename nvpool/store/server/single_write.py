@@ -22,7 +22,7 @@ from nvpool.store.server.write_batch import WRITE, WriteService
 
 
 class SingleWriteService(WriteService, Protocol):
-    """What a single write needs of the service of its target."""
+    """Interface of the target's service for a single write."""
 
     @property
     def _epoch(self) -> int: ...

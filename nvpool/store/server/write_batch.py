@@ -45,7 +45,7 @@ def check_key(grant: grants.Grant, wrapped_key: bytes) -> None:
 
 
 class WriteService(Protocol):
-    """What a write needs of the service of its target (store/server/service)."""
+    """Interface of the target's service for a write (store/server/service)."""
 
     @property
     def store(self) -> ChunkStore:

@@ -46,7 +46,7 @@ Decide = Callable[[PoolMap], PoolMap]
 
 
 class ManagedPool(Protocol):
-    """What the management needs of the simulated pool (sim/pool)."""
+    """Interface of the simulated pool for the management (sim/pool)."""
 
     loop: VirtualLoop
     seed: str
