@@ -113,7 +113,7 @@ def read_baseline() -> dict[str, int]:
 
 
 def problems(found: dict[str, list[tuple[int, str, str]]], allowed: dict[str, int]) -> list[str]:
-    """What breaks the rule, a line each."""
+    """Violations of the rule, a line each."""
     bad = []
     for path in sorted(found.keys() | allowed.keys()):
         uses, limit = found.get(path, []), allowed.get(path, 0)
