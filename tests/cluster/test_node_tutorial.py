@@ -16,8 +16,8 @@ pytestmark = [
     pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
 ]
 
-PRINTED_ADDRESS, PRINTED_TOKEN = "10.0.0.1", "NVPOOL_TOKEN=nvp1.…"
-JOIN = re.compile(r"(NVPOOL_TOKEN=\S+) nvpool \w+ join (\S+)")
+PRINTED_ADDRESS, PRINTED_PORT, PRINTED_TOKEN = "10.0.0.1", ":17512", "NVPOOL_TOKEN=nvp1.…"
+JOIN = re.compile(r"(NVPOOL_TOKEN=\S+) nvpool \w+ join \S+(:\d+) ")
 
 
 @pytest.fixture
@@ -39,11 +39,11 @@ def nodes():
 
 def test_several_nodes_run_as_printed(nodes):
     first, client = nodes["first"], nodes["client"]
-    token = ""
+    token = port = ""
     for host, _, text in commands("several-nodes.md"):
         node = nodes[host]
         text = placed(text, node.machine.place).replace(PRINTED_ADDRESS, first.machine.address)
-        text = text.replace(PRINTED_TOKEN, token)
+        text = text.replace(PRINTED_TOKEN, token).replace(PRINTED_PORT, port)
         if " node join " in text:
             text += f" --dir {node.path}"  # the page uses the default directory
         if " serve " in text:
@@ -59,8 +59,7 @@ def test_several_nodes_run_as_printed(nodes):
             continue
         done = node.machine.run("bash", "-c", text, timeout_s=400, env=environment())
         if printed := JOIN.match(done.stdout):
-            token = printed[1]
-            assert printed[2] == f"{first.machine.address}:17512"
+            token, port = printed.groups()
     mount = client.machine.place / "mnt" / "pool"
     said = client.machine.run("sh", "-c", f"echo hello > {mount}/greeting && cat {mount}/greeting")
     assert said.stdout == "hello\n", "after the second node was removed"
