@@ -251,7 +251,7 @@ CHILD_RESTARTS = _counter(
 CERTIFICATE_LEFT = _gauge(
     "certificate_remaining_seconds",
     "Until a certificate in this node's pool directory ends: its own "
-    "(member), that of the pool's authority, and those for etcd. Below 0: it has ended.",
+    "(member), that of the pool's CA, and those for etcd. Below 0: it has ended.",
     "kind",
 )
 SCRAPE_SECONDS = _gauge("scrape_seconds", "How long the processes of this node took to answer this scrape.")
