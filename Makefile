@@ -132,7 +132,7 @@ check-types:
 	@$(PYTHON_IN_VENV) tools/check_types.py
 
 check-spelling:
-	@.venv/bin/codespell nvpool tests bench tools systemd deploy .ci Makefile *.md
+	@.venv/bin/codespell --check-hidden nvpool tests bench tools systemd deploy docs proto .ci .github mkdocs.yml Makefile *.md
 
 check-style:
 	@$(PYTHON_IN_VENV) -m ruff check .

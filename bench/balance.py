@@ -1,8 +1,9 @@
-"""What adding a drive to a pool with data moves, and how even its drives are afterwards. Called by nodes.py.
+"""Data moved by a new drive, and the balance afterwards. Called by nodes.py.
 
-A chunk has moved when its chain has a member that it had not before. Had to move is what the new drive should hold: its share
-of the capacity of all. Used space is what the stores say, once they have given back what moved away (a minute later: readers
-with an older map may still ask for it)."""
+A chunk has moved when its chain has a new member. The least that has to move is the share of the new drive in the
+capacity of all drives. Used space is what the stores report after they have freed the chunks that moved away. That
+takes a minute, because readers with an older map may still ask for them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ CASES = {
     "drives of 512, 1024 and 2048 MiB, one of 1024 MiB added": ((512, 1024, 2048), 1024),
 }
 FULL = 0.35
-"""Of the capacity that was there before: so much is written."""
+"""Share of the earlier capacity that is written."""
 SETTLED_S = 300.0
 
 
@@ -82,7 +83,7 @@ def added_to(directory: Path, case: str, sizes: tuple[int, ...], added: int) -> 
 
 
 def settled(pool: RealPool, written: int) -> list[dict]:
-    """The drives, once nothing lies on two of them."""
+    """Return the drives when no chunk lies on two of them any more."""
     end = time.monotonic() + SETTLED_S
     while True:
         drives = pool.status()["drives"]

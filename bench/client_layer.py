@@ -1,14 +1,14 @@
-"""The speed of the client layer alone: reads in batches and one by one, from a store in a second process, beside the floor.
+"""Speed of the client layer alone, beside a floor: reads from a store in a second process.
 
     python bench/client_layer.py [--transport stream|stream+unix|grpc] [--seconds 3]
     python bench/client_layer.py --short-circuit [--seconds 3]
 
-With --short-circuit the store is one of blocks in a data file. The same 4 KiB reads are measured as a plain preadv
-loop over the data file (the floor), with short-circuit reads and through the store's unix socket, warm and cold, in
-turns.
+With --short-circuit the store keeps its blocks in a data file. The same 4 KiB reads are measured in turns, warm and
+cold: a plain preadv loop over the data file (the floor), short-circuit reads, and reads through the store's unix
+socket.
 
-One process holds a shard and one store in memory and serves; this one is a client on one core. The floor is an echo on the
-same transport: as many messages with as many bytes as the reads need, answered without looking at them.
+One process serves a shard and one store from memory; this one is a client on one core. The floor is an echo on the
+same transport: as many messages with as many bytes as the reads need, answered unread.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def serve(transport: str, port: int, directory: str | None) -> None:
 
 
 async def rate(seconds: float, step) -> float:
-    """Calls of `step` a second, each after the one before."""
+    """Calls of `step` per second, one at a time."""
     await step()
     gc.collect()
     count, begin = 0, time.perf_counter()
@@ -222,7 +222,7 @@ SMALL_FILES = 4000
 
 
 async def measure_small(transport: str, pool_map) -> None:
-    """Whole files of 4 KiB, and names: each by a client that knows nothing, then by the same once more."""
+    """Measure whole files of 4 KiB and look-ups of names, each with a new client, then again with the same one."""
     maker = await Client.open(pool_map, "maker")
     parent = (await maker.vfs.mkdir(1, b"small", 0o755, ME)).inode
 

@@ -1,4 +1,4 @@
-"""nvpool beside the drive, the road and the peers: the same loads, on one machine, in one go.
+"""Comparison of nvpool with the drive, FUSE alone and its peers: the same loads, on one machine, in one run.
 
     make bench                                            three rounds of everything
     python bench/compare.py --rounds 1 --seconds 1 --file-mib 256 --files 2000 --no-awake-peers          a first look
@@ -6,15 +6,16 @@
     python bench/compare.py --copies 2                                   the same with two copies of each byte, on the one drive
     python bench/compare.py --list                                                                       what there is
 
-Subjects (bench/subjects) all run, each with its own files on the drive of --directory, and take turns load by load
-within a round, another one first each time: what the drive does meanwhile hits all of them. A figure is the median of the
-rounds. Floors and drive are measured with /dev/cpu_dma_latency held at 0, as nvpool's own daemons hold it while they have
-requests; peers twice, without and with it, and the better of the two counts. A peer that is not installed (make bench-peers) or
-does not work is named as missing. Needs root: it drops the page cache of the machine, and mounts. Ends and removes all it
-started, also when interrupted; what a killed one left is removed by the next. Says at the start how long it will take.
+All subjects (bench/subjects) run, each with its own files on the drive of --directory. Within a round they take turns
+load by load, and another one is first each time, so that disturbances of the drive affect all of them. A figure is the
+median of the rounds. Floors and drive are measured with /dev/cpu_dma_latency held at 0, as nvpool's daemons hold it
+while they have requests; peers are measured without and with it, and the better of the two counts. A peer that is not
+installed (make bench-peers) or does not work is named as missing. Needs root: it drops the page cache of the machine,
+and mounts. Ends and removes all it started, also when interrupted; the next run removes the files of a killed one.
+Prints at the start how long it will take.
 
-A whole run writes JSON, tables and a chart to bench/results; a part of one only where --results says. With two copies there
-are no goals, since they are for one.
+A whole run writes JSON, tables and a chart to bench/results; a part of a run only to --results. The goals are for one
+copy, so a run with two copies has none.
 """
 
 from __future__ import annotations
@@ -39,15 +40,17 @@ from workspace import busy_share, can_keep_awake, minutes, processors_awake, say
 
 HERE = Path(__file__).resolve().parent
 STEM = {1: "peers", 2: "peers-two-copies"}
-"""Copies -> the name of the results, without its ending."""
+"""Copies -> file name of the results, without its suffix."""
 FAILURES_MAX = 3
-"""In a row; each may have taken minutes."""
+"""Failures of a subject in a row after which it is skipped; each may have taken minutes."""
 START_S = {"socket": 1.0, "mount": 20.0}
-"""What starting a subject and making its files takes on two cores, by what it offers first; for the expected time."""
+"""Seconds to start a subject and make its files on two cores, by its first way; for the expected time."""
 
 
 class Comparison:
-    """`places`, `missing`, `figures` and `failures` are what came of it; `figures[subject, load][awake]` has a dict a round."""
+    """One comparison. Its results are `places`, `missing`, `figures` and `failures`.
+
+    `figures[subject, load][awake]` has a dict for each round."""
 
     def __init__(self, directory: Path, subjects: list[Subject], sizes: Sizes, awake_too: bool) -> None:
         self.directory, self.subjects, self.sizes, self.awake_too = directory, subjects, sizes, awake_too
@@ -92,13 +95,13 @@ class Comparison:
             subject.stop()
 
     def ways(self, subject: Subject) -> tuple[bool, ...]:
-        """With the processors kept awake by us, or not, or both. nvpool sees to it by itself."""
+        """Whether to measure with processors kept awake by the bench, without, or both. nvpool keeps them awake itself."""
         if not self.awake_too or subject.kind == "nvpool":
             return (False,)
         return (False, True) if subject.kind == "peer" else (True,)
 
     def plan(self, rounds: int, loads: list[Load]) -> float:
-        """Take note of how much there is to measure; the seconds that it will take, starting and ending too."""
+        """Count the measurements; return the expected seconds, with starts and stops."""
         subjects = [subject for subject in self.subjects if subject.missing() is None]
         self._planned = rounds * sum(
             len(self.ways(subject)) for load in loads for subject in subjects if load.suits(subject)
@@ -111,7 +114,7 @@ class Comparison:
         )
 
     def left(self) -> str:
-        """How far it is, and how long it will still take at the pace so far."""
+        """Progress, and the remaining time at the pace so far."""
         seconds = (time.monotonic() - self._begun_s) / max(self._done, 1) * (self._planned - self._done)
         return f"{self._done} of {self._planned}, {minutes(seconds)} left"
 
@@ -158,7 +161,7 @@ class Comparison:
 
 
 def room_needed(sizes: Sizes, turns: int, copies: int) -> int:
-    """Bytes on the drive for a subject that is asked for each load so many times."""
+    """Bytes on the drive for a subject when each load is run so many times."""
     # A block of the drive for each file, and as much again for its name, its inode and what a peer keeps of it.
     files = (turns * 3 + 1) * sizes.files * 8192
     return copies * (sizes.file_bytes * 2 + turns * sizes.write_bytes + files)

@@ -1,8 +1,9 @@
 """Latency against concurrency: 4 KiB random reads with 1 to 256 in flight, and where the knee is.
 
-A closed loop: each of N readers asks again when it was answered, so N = rate × mean latency (Little's law). The knee is the
-smallest N with nine tenths of the largest rate: from there on more readers bring latency and hardly a read. (Kleinrock's power,
-rate ÷ mean latency, is largest at one reader wherever the second one has to wait for the first, and says no more.)
+A closed loop: each of N readers sends its next request after the reply, so N = rate × mean latency (Little's law). The
+knee is the smallest N with nine tenths of the largest rate: beyond it, more readers add latency and hardly any reads.
+(Kleinrock's power, rate ÷ mean latency, is largest at one reader wherever the second one has to wait for the first, so
+it does not help here.)
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ class Point(NamedTuple):
 def measure(
     ways: dict[str, Callable[[int], dict]], levels: Iterable[int], rounds: int, say: Callable[[str], None]
 ) -> dict:
-    """`ways`: what reads with so many in flight and gives rate, p50_us and p99_us. In turns; medians of the rounds."""
+    """Measure each of `ways` in turns; return medians of the rounds.
+
+    A way reads with so many requests in flight and returns rate, p50_us and p99_us.
+    """
     found: dict[str, dict[int, list[dict]]] = {name: {} for name in ways}
     for turn in range(rounds):
         for level in levels:
@@ -49,7 +53,7 @@ def measure(
 
 
 def knee(points: Sequence[Point]) -> int:
-    """How few in flight reach KNEE_SHARE of the largest rate."""
+    """Smallest number in flight that reaches KNEE_SHARE of the largest rate."""
     wanted = KNEE_SHARE * max(point.rate for point in points)
     return min(point.in_flight for point in points if point.rate >= wanted)
 

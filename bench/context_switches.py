@@ -57,14 +57,17 @@ from nvpool.poolmap.model import PoolMap, decode_map
 HERE = Path(__file__).resolve().parent
 CONTENT = os.urandom(4096)
 BLOCKS = 1024
-"""Of 4 KiB, in the file that is written and synced."""
+"""Blocks of 4 KiB in the file that is written and synced."""
 SETTLE_S = 1.5
-"""Before each load: a checkpoint comes every second, and the kernel's names and attributes expire."""
+"""Seconds before each load: a checkpoint comes every second, and the kernel's names and attributes expire."""
 GRACE_S = 0.02
-"""Before the application's counters are read: the kernel adds a timeslice to schedstat at the next tick or when the thread
-gives up the processor; and after a load daemons end meanwhile what follows their last reply."""
+"""Seconds before the application's counters are read.
+
+The kernel adds a timeslice to schedstat at the next tick or when the thread leaves the processor. After a load, daemons
+finish the work that follows their last reply.
+"""
 SPREAD_S = 0.2
-"""After busy processes go on: until the kernel has spread them over the processors."""
+"""Seconds after busy processes continue, until the kernel has spread them over the processors."""
 SHOWN_SWITCHES, SHOWN_US = 0.01, 0.5
 """A process or thread with less of both in every operation is left out of the tables."""
 NOTHING = "nothing, for a second"
@@ -86,7 +89,7 @@ PROCESSES = {
 
 
 class Counters(NamedTuple):
-    """Of one thread since its start; after a division, of one operation. `run` and `queued` in microseconds."""
+    """Counters of one thread since its start; after a division, of one operation. `run`, `queued`: microseconds."""
 
     voluntary: float = 0.0
     involuntary: float = 0.0
@@ -208,7 +211,7 @@ class BusyProcesses:
 # -- the loads ---------------------------------------------------------------------------------------------------------
 
 Step = Callable[[int], None]
-"""One operation, of which the number is given, counted from 0."""
+"""Run one operation; its number counts from 0."""
 
 
 def numbered(place: Path, count: int) -> list[str]:
@@ -280,7 +283,7 @@ def unlink(place: Path, count: int) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def write_and_sync(place: Path, count: int) -> Iterator[Step]:
-    """4 KiB at a random block of a file whose blocks were all written before, and fsync."""
+    """Write 4 KiB at a random block of a file whose blocks were all written before, then fsync."""
     chance = random.Random(count)
     offsets = [chance.randrange(BLOCKS) * len(CONTENT) for _ in range(count)]
     file = os.open(place / "data", os.O_RDWR | os.O_CREAT)
@@ -300,7 +303,7 @@ def write_and_sync(place: Path, count: int) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def lock(place: Path, count: int) -> Iterator[Step]:
-    """An exclusive lock of one byte, of fcntl(2), and its release."""
+    """Acquire and release an exclusive fcntl(2) lock of one byte."""
     file = os.open(place / "locked", os.O_RDWR | os.O_CREAT)
 
     def step(number: int) -> None:
@@ -338,14 +341,14 @@ LOADS = {
 
 
 class Thread(NamedTuple):
-    """`name` as the kernel has it."""
+    """A thread; `name` is its name in the kernel."""
 
     name: str
     counters: Counters
 
 
 def counters_of(task: Path) -> Counters:
-    """Of a thread, from /proc/PID/task/TID: proc(5), and Documentation/scheduler/sched-stats.rst of Linux."""
+    """Counters of a thread from /proc/PID/task/TID: proc(5), and Documentation/scheduler/sched-stats.rst of Linux."""
     status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines() if ":" in line)
     run_ns, queued_ns, slices = map(int, (task / "schedstat").read_text().split())
     return Counters(
@@ -358,7 +361,7 @@ def counters_of(task: Path) -> Counters:
 
 
 def snapshot(pids: dict[str, int]) -> dict[tuple[str, int], Thread]:
-    """(process, TID) -> thread, of the threads that run now."""
+    """(process, TID) -> thread, for the current threads."""
     found = {}
     for process, pid in pids.items():
         with contextlib.suppress(OSError):  # the process has ended; `counted` compares processes afterwards
@@ -411,7 +414,7 @@ def timed(step: Step, count: int, seconds: float) -> tuple[float, float]:
 
 
 def rested(seconds: float) -> tuple[float, None]:
-    """The seconds that have passed; no wall time."""
+    """Wait; return the seconds that have passed, without a median."""
     begin = time.perf_counter()
     time.sleep(seconds)
     return time.perf_counter() - begin, None
@@ -516,7 +519,7 @@ def total(threads: dict[str, Counters]) -> Counters:
 
 
 def total_of(one: dict) -> Counters:
-    """Of all processes, in a result of `counted`."""
+    """Sum of all processes in a result of `counted`."""
     return total({name: total(threads) for name, threads in one["threads"].items()})
 
 
@@ -628,7 +631,7 @@ def heading(table: dict) -> str:
 
 
 def overview(results: dict) -> str:
-    """The sums over all processes, which are what bench/README.md has."""
+    """Table of the sums over all processes, for bench/README.md."""
     tables = results["tables"]
     text = [
         f"| switches · processor µs · wall µs | {' | '.join(map(heading, tables))} |",

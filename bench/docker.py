@@ -1,13 +1,13 @@
-"""Random reads in a container on a Docker volume, beside the same through the plain mount of the pool, in turns.
+"""Random reads in a container on a Docker volume, beside the same reads on the host.
 
     python bench/docker.py [--rounds 13] [--seconds 2] [--write] [DIRECTORY]
 
-A pool of its own below DIRECTORY (the current one), a bridge with its mount, and a Docker Engine of its own; root. One program
-without libraries (random_reads.c) reads 4 KiB at random past the kernel's pages: on the host, and in a container, which sees
-the file through the bind mount that Docker makes of the volume's. Beside it the floor: the same program on a FUSE mount that
-answers from memory (fuse_floor.py), on the host and bound into the same container; what that loses is the container's price,
-not the pool's. Medians of the rounds and of the shares of each round; a read that fails ends it. `--write` puts the table into
-bench/results/docker.md.
+Makes a pool below DIRECTORY (the current one), a bridge with its mount, and a Docker Engine of its own; needs root. One
+program without libraries (random_reads.c) reads 4 KiB at random with O_DIRECT: on the host, and in a container, which
+sees the file through a bind mount of the volume. The floor is the same program on a FUSE mount that answers from memory
+(fuse_floor.py), on the host and bound into the same container: its loss is the cost of the container, not of the pool.
+Prints medians of the rounds and of the shares of each round; a failed read ends the program. `--write` puts the table
+into bench/results/docker.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GOAL = 0.97
 PLAIN, CONTAINER = "plain mount", "container"
 POOL, FLOOR = "Docker volume", "floor: FUSE from memory"
 Results = dict[tuple[str, int], dict[str, list[float]]]
-"""(what, threads) -> where -> reads a second, of each measurement."""
+"""(what, threads) -> where -> reads per second of each measurement."""
 
 
 def rate(said: str) -> float:

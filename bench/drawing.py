@@ -1,4 +1,4 @@
-"""Charts as SVG, one below the other on one sheet: lines over a logarithmic axis, stacked bars, groups of bars."""
+"""Charts as SVG: lines over a logarithmic axis, stacked bars and groups of bars, one below the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLOURS = ("#1b7f5a", "#c0504d", "#3b6fb6", "#e39a3b", "#8064a2", "#7a7a7a", "#5
 
 
 class Line(NamedTuple):
-    """`points` are (x, y); `marked` is the x of the point with a ring."""
+    """A line through `points` (x, y); `marked` is the x of the point with a ring."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -28,7 +28,7 @@ def _round_step(least: float) -> float:
 
 
 class Sheet:
-    """Charts are added from the top to the bottom; `svg` is the whole."""
+    """Sheet of charts, which are added from top to bottom; `svg` returns all of it."""
 
     def __init__(self, title: str) -> None:
         self._parts = [f'<text x="16" y="22" font-size="15">{escape(title)}</text>']
@@ -44,7 +44,7 @@ class Sheet:
         )
 
     def lines(self, title: str, lines: Sequence[Line], *, log_y: bool = False, height: int = 230) -> None:
-        """x doubles from one tick to the next; y from 0, or logarithmic."""
+        """Add lines; x doubles from tick to tick, y starts at 0 or is logarithmic."""
         self._title(title)
         top, bottom, left = self._y, self._y + height, 70
         xs = sorted({x for line in lines for x, _ in line.points})
@@ -97,7 +97,7 @@ class Sheet:
     def stacked(
         self, title: str, bars: Sequence[tuple[str, Sequence[float]]], parts: Sequence[str], unit: str
     ) -> None:
-        """A bar for each (name, a length for each of `parts`); what is below zero is left out."""
+        """Add a bar for each (name, length for each of `parts`); negative lengths are left out."""
         self._title(title)
         self._legend(parts)
         longest = (
@@ -120,7 +120,7 @@ class Sheet:
     def bars(
         self, title: str, groups: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], unit: str
     ) -> None:
-        """A group for each (name, a length for each of `names`)."""
+        """Add a group of bars for each (name, length for each of `names`)."""
         self._title(title)
         self._legend(names)
         longest = max((length for _, lengths in groups for length in lengths), default=0.0) or 1.0

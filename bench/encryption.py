@@ -1,20 +1,20 @@
-"""What encryption at rest costs: reads and writes of an encrypted volume beside those of a plain one.
+"""Cost of encryption at rest: reads and writes of an encrypted volume beside those of a plain one.
 
     python bench/encryption.py                       five rounds, in a directory below /tmp that is removed
     python bench/encryption.py --write               the same, and its table in bench/README.md is replaced
     python bench/encryption.py --rounds 9 --seconds 3 --results FILE
 
-A pool of one node with two targets is started as processes and mounted twice: with short-circuit reads, and without, so that
-reads go through the stores. Loads, all in memory of the stores (the stores' files are not dropped), on a file of 64 MiB in
-each volume:
+Starts the processes of a pool of one node with two targets and mounts it twice: with short-circuit reads, and without,
+so that reads go through the stores. The data stays in the page cache of the stores. Loads, on a file of 64 MiB in each
+volume:
 
     reads 1, 16       4 KiB at random places with O_DIRECT, by so many threads (random_reads.c)
     read_many         4 KiB at random places, 256 a call, by the SDK
     sequential read   1 MiB at a time with O_DIRECT
     sequential write  1 MiB at a time, then fsync
 
-Plain and encrypted go by turns. Prints a table of medians and of the quotient encrypted / plain; --results writes the figures
-as JSON. Needs root, to mount. Ends and removes all it started.
+Plain and encrypted volumes take turns. Prints a table of medians and of the quotient encrypted / plain; --results writes
+the figures as JSON. Needs root, to mount. Ends and removes all it started.
 """
 
 from __future__ import annotations

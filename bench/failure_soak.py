@@ -75,22 +75,22 @@ from nvpool.testing.loads.mounted_nodes import PoolInUse
 
 HERE = Path(__file__).resolve().parent
 PLACES = HERE.parent / "build", Path("/var/tmp")
-"""For pools: the second is short, and on a drive."""
+"""Parent directories of pools; the second is short, and on a drive."""
 CHANGE_S, WHOLE_S, DRAIN_S = 5.0, 60.0, 60.0
 NOTICED_S = 5.0
-"""After it `status` has to know of what the map says."""
+"""Seconds after a change of the map by which `status` must report it."""
 STATUS_S = 240.0
-"""After it a command that does not end is killed."""
+"""Seconds after which a command is killed."""
 NEWER_S = 1.0
-"""Until a map that a node knows is on its disk."""
+"""Seconds until a map that a node knows is on its disk."""
 EPOCHS_KEPT = 100
 UNANSWERED_S = 10.0
 GIVEN_UP_S = 180.0
-"""Longer than any bound: a pool that is not whole then is replaced by another one."""
+"""Seconds, longer than any bound, after which a pool that has not recovered is replaced."""
 HELD_S = (4.0, 6.0)
-"""Of a condition: longer than any lease."""
+"""Seconds of a condition: longer than any lease."""
 USED_SHARE_MAX = 0.4
-"""Of the pool, before a round: a drain needs room for a drive's content on the others."""
+"""Largest used share of the pool before a round: a drain needs room for a drive's content on the others."""
 CHECKED_ROUNDS = 25
 POOLS_TRIED = 3
 LOGS_KEPT, LOG_BYTES = 20, 256 << 10
@@ -109,7 +109,7 @@ KILLS = {
     "leader and its etcd": 2,
     "node of the primary": 1,
 }
-"""How often each is chosen, against the others."""
+"""Weights of the random choice of a kill."""
 ALONE, BOTH = 0.3, 0.55
 """Shares of rounds with a kill alone, and with a kill during a condition; the rest is a condition alone."""
 DRAINS = 0.1
@@ -130,7 +130,7 @@ def chosen(seed: int, number: int) -> tuple[random.Random, str, str, bool]:
 
 
 class Sampled(threading.Thread):
-    """Calls `look` again and again until it is stopped. `look` must have a deadline of its own."""
+    """Calls `look` repeatedly until it is stopped. `look` must have its own deadline."""
 
     def __init__(self, look, rest_s: float) -> None:
         super().__init__(daemon=True)
@@ -147,7 +147,7 @@ class Sampled(threading.Thread):
 
 
 class Truth:
-    """What the pool map says, with the times since when it has said it, read from the disks of the nodes."""
+    """State in the pool map, read from the disks of the nodes, with the time of each change."""
 
     def __init__(self, pool: PoolInUse) -> None:
         self._pool = pool
@@ -156,7 +156,7 @@ class Truth:
         self.missing = ""
         self.settled = False
         self.by_epoch: dict[int, tuple[str, float | None]] = {}
-        """What the last maps said, and since when."""
+        """Epoch of each of the last maps -> its missing copies, and since when copies are missing."""
         self._sampled = Sampled(self._look, 0.1)
 
     def __enter__(self) -> Truth:
@@ -184,7 +184,7 @@ class Truth:
 
 
 class Watch:
-    """`nvpool status --check` of one node, again and again, compared with the truth."""
+    """Repeated `nvpool status --check` of one node, compared with the true state."""
 
     def __init__(self, truth: Truth, node: NodeMachine, commands: CommandServer, noticed_s: float) -> None:
         self._truth, self._node, self._commands, self._noticed_s = truth, node, commands, noticed_s
@@ -248,7 +248,7 @@ def asked(node: NodeMachine, commands: CommandServer) -> tuple[int, dict, str]:
 
 
 def load(place: Path, seed: int) -> None:
-    """The process of the load: says what it has seen since each moment that it is sent, and at the end what is wrong.
+    """Run the process of the load: report observations since each time that it is sent, and problems at the end.
 
     It must start no process: before its exec a child flushes the files that are open here, and all threads wait for it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the program, which ends this
@@ -304,7 +304,7 @@ class Load:
         return self._hear()
 
     def end(self) -> list[str]:
-        """What is not as it must be; a load that found nothing has removed its files."""
+        """End the load; return the problems. A load without problems has removed its files."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
@@ -323,7 +323,7 @@ class Soak:
     """One pool under its load, and the rounds on it."""
 
     def __init__(self, directory: Path, seed: int, held_s: tuple[float, float], patience: float) -> None:
-        """`patience`: all bounds are so many times longer."""
+        """`patience`: factor of all bounds."""
         self._directory, self._seed, self._held_s, self._patience = directory, seed, held_s, patience
         self._loads = self._leads = 0
         self._why = ""
@@ -370,7 +370,7 @@ class Soak:
         self._load = Load(self._pool.client_node, f"load-{self._loads}", self._seed * 100 + self._loads)
 
     def check(self) -> list[str]:
-        """What the load and fsck find wrong; a new load runs afterwards."""
+        """End the load and run fsck; return the problems. A new load runs afterwards."""
         found = self._load.end()
         try:
             self._pool.check(moved=True)
@@ -456,7 +456,7 @@ class Soak:
         return row
 
     def _change(self, began: float, moments: list[float]) -> tuple[float, str]:
-        """The longest wait for a change of a name, from the latest fault before its end, and which it was."""
+        """The longest change of a name, counted from the latest fault before its end, and the kind of change."""
         longest = (0.0, "")
         for start, end, what in self._load.seen(began)["waits"]:
             fault = max((moment for moment in moments if moment < end), default=None)
@@ -465,7 +465,7 @@ class Soak:
         return longest
 
     def _until_whole(self, since: float) -> float | None:
-        """Seconds from `since` until all is whole and `status` says so; None where it is not within GIVEN_UP_S."""
+        """Seconds from `since` until the pool has recovered and `status` reports it; None after GIVEN_UP_S."""
         while time.monotonic() - since < GIVEN_UP_S:
             if self._truth.settled and not self._truth.missing:
                 code, seen, said = asked(self._pool.nodes[1], self._commands[3])
@@ -637,7 +637,7 @@ def markdown(runs: list[dict]) -> str:
 
 
 def measured(row: dict) -> dict:
-    """What the tables and later comparisons need of a round."""
+    """Part of a round's result that tables and later comparisons use."""
     kept = (
         "round",
         "victim",
@@ -793,14 +793,14 @@ def shared(words: list[str], pools: int, directory: Path) -> Iterator[dict]:
 
 
 def short_enough(parent: Path, pools: int) -> bool:
-    """Whether unix sockets of pools below `parent` have paths that the system takes, in the directories of the pools."""
+    """Whether the paths of unix sockets in pools below `parent` are short enough."""
     workspaces = [PREFIX + 8 * "x"] * (2 if pools > 1 else 1)
     pool = PoolDirectory(parent.resolve().joinpath(*workspaces, namespaces.PREFIX + 8 * "x", "m1", "pool"))
     return pool.socket_directory() == pool.run
 
 
 def place_of_pools(wanted: Path | None, pools: int) -> Path:
-    """Where pools are made: `wanted`, or the first of PLACES that is short enough. SystemExit where `wanted` is not."""
+    """Parent directory of pools: `wanted`, or the first of PLACES that is short enough. SystemExit: `wanted` is not."""
     if wanted is None:
         return next(place for place in PLACES if short_enough(place, pools))
     if not short_enough(wanted, pools):

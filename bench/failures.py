@@ -1,15 +1,15 @@
-"""How long applications wait when something of a pool of several nodes fails, and that none meets an error.
+"""Pauses of applications when a part of a pool of several nodes fails; an error is a failure of the run.
 
     make bench-nodes                                       each failure five times (after nodes.py)
     python bench/failures.py --times 1 --quick             a first look, some three minutes
     python bench/failures.py --only 'target killed'        one case; repeat it
 
-Three nodes in network namespaces, each with two drives, two replicas of each chunk, a standby of the metadata; a client with a
-mount on a fourth, in which one thread reads blocks at random (O_DIRECT), one writes and flushes blocks, one makes files, with
-short rests; each compares what it reads, and all is compared at the end. A case is caused, waited for until the pool is whole
-again, and caused again. A pause is the longest step of a thread from the failure on. Detection: from
-the failure until the pool map names what failed no more, or another node leads. "nothing": the same watch while nothing fails,
-the floor.
+Three nodes in network namespaces have two drives each, two replicas of each chunk and a standby of the metadata. A
+client has a mount on a fourth. One thread of it reads blocks at random (O_DIRECT), one writes and flushes blocks, one
+creates files, with short pauses; each compares what it reads, and all data is compared at the end. A case is caused
+again after the pool has recovered. A pause is the longest step of a thread after the failure. Detection is the time from
+the failure until the pool map no longer names the failed part, or another node leads. "nothing" is the floor: the same
+measurement without a failure.
 
 Needs root. Ends and removes all it started, also when interrupted. A whole run writes failures.json and failures.md to
 bench/results; others where --results says.
@@ -49,11 +49,11 @@ KINDS = ("read", "write", "create")
 REPLICAS = 2
 WAIT_S = 240.0
 STOPPED_S = 5.0
-"""Longer than a target's lease."""
+"""Seconds that are longer than a target's lease."""
 
 
 def watch(place: str) -> None:
-    """What the client's process does: `taken` for each line that it is sent, and what went wrong at the end."""
+    """Run the client's process: print `taken` for each line that is sent to it, and the errors at the end."""
     with Pauses(Path(place), KINDS) as pauses:
         pauses.goes_on(5, WAIT_S)
         print("ready", flush=True)
@@ -102,8 +102,10 @@ class Watch:
 
 
 class Failing:
-    """A pool of three nodes, and what can be done to it. Each case returns how to look whether the pool has noticed, and what
-    makes it whole again."""
+    """A pool of three nodes, and the failures that can be caused in it.
+
+    Each case returns a check whether the pool has detected the failure, and a function that repairs the pool.
+    """
 
     def __init__(self, made: Cluster, seed: int) -> None:
         self.nodes, self.chance = made.nodes, random.Random(seed)
@@ -116,7 +118,7 @@ class Failing:
         return self.map().table_by_id[REPLICAS].chains
 
     def _target(self) -> tuple[int, int]:
-        """A target, and the pid of its process."""
+        """Return a target and the pid of its process."""
         chosen = self.chance.choice(self.map().targets)
         return chosen.id, self.nodes[chosen.node - 1].directory.state_of(f"target-{chosen.id}").pid
 
@@ -192,13 +194,13 @@ GOALS = {
 
 
 def led_since(node: NodeMachine) -> str:
-    """The time of the last line that says that it leads, as its log has it; "" for never."""
+    """Time of the last log line that says that the node leads; "" if there is none."""
     lines = (node.directory.log / "nvpoold.log").read_text(errors="replace").splitlines()
     return max((line[:30] for line in lines if "this node leads the pool" in line), default="")
 
 
 def until(holds: Callable[[], object], what: str) -> float:
-    """Seconds until it is so."""
+    """Wait for the condition; return the seconds."""
     begin = time.monotonic()
     while not holds():
         if time.monotonic() - begin > WAIT_S:
@@ -208,7 +210,7 @@ def until(holds: Callable[[], object], what: str) -> float:
 
 
 def caused(failing: Failing, name: str, watching: Watch) -> dict:
-    """One failure: what its detection took, the longest pause of each thread, and what the pool took to be whole again."""
+    """Cause one failure; return the time of detection, the longest pause of each thread and the time of recovery."""
     until(failing.whole, "the pool is whole")
     time.sleep(1.0)
     watching.taken()

@@ -1,13 +1,13 @@
-"""What a client that floods a pool costs another one: latency and rate of small requests with and without the flood.
+"""Cost of a client that floods a pool for another client: latency and rate with and without the flood.
 
     sudo python bench/flood.py --write             all kinds, three rounds, some five minutes; its table in bench/README.md
     sudo python bench/flood.py --kinds reads,creates --rounds 5 --seconds 10
 
 A pool of one node, with one store and one shard, is started as processes, in a directory that is removed at the end. Two
-users without the rights of a node come to it by unix sockets: one floods (`flood_loads.py`), the other one reads 4 KiB at
-random places of a file without short-circuit reads and asks for missing names, one request at a time by the SDK. The flood
-has a session, open files and grants, and its requests are served: the kinds and what each sends are in `flood_loads.KINDS`.
-A kind whose requests are all refused proves nothing; then the program says so and ends with 1.
+users without the rights of a node connect to it through unix sockets. One floods (`flood_loads.py`); the other reads
+4 KiB at random places of a file without short-circuit reads and looks up missing names, one request at a time, through
+the SDK. The flood has a session, open files and grants, and its requests are served: `flood_loads.KINDS` has the kinds
+and their requests. A kind whose requests are all refused proves nothing; the program says so and exits with 1.
 
     busy, busy-two    the floors: one or two processes that compute and know no pool. A flood takes the processor of its own
                       process, and one of a daemon that works for it; what these cost the other client on the same
@@ -97,7 +97,7 @@ def place_of(pool: RealPool, closed: list[int]) -> Place:
 
 @contextlib.contextmanager
 def flooded(kind: str, place: Place) -> Iterator[dict]:
-    """While the body runs, the flood does. On exit the dictionary has its replies and the processors that it used."""
+    """Run the flood while the body runs. On exit the dictionary has its replies and the processors that it used."""
     found: dict = {"replies": {}, "processors": 0.0}
     if kind == WITHOUT:
         yield found
@@ -163,7 +163,7 @@ async def latencies(fs: AsyncFileSystem, file: AsyncFile, seconds: float) -> dic
 
 
 def share_of(values: list[float], share: float) -> float:
-    """The smallest of the values that such a share of them does not exceed."""
+    """Quantile: the smallest value that this share of the values does not exceed."""
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
@@ -209,7 +209,7 @@ def measured(process: subprocess.Popen, seconds: float) -> dict:
 
 
 def measure(pool: RealPool, kinds: list[str], rounds: int, seconds: float) -> dict[str, list[dict]]:
-    """Each round of each kind, and of WITHOUT."""
+    """Measurements of each round by kind, WITHOUT included."""
     place = place_of(pool, asyncio.run(fill(str(pool.path))))
     found: dict[str, list[dict]] = {kind: [] for kind in (WITHOUT, *kinds)}
     middle = (len(kinds) + 1) // 2
@@ -264,7 +264,7 @@ def merged(all_replies: list[dict]) -> dict[str, dict[str, int]]:
 
 
 def unserved(kinds: dict[str, dict]) -> list[str]:
-    """Kinds of which a method was never served, or a part of it not, although its requests are valid."""
+    """Kinds with a method, or a part of one, that was never served although its requests are valid."""
     return [
         f"{kind}: {method} were not served ({', '.join(sorted(results))})"
         for kind, row in kinds.items()

@@ -1,4 +1,4 @@
-"""Floods of a pool by one local user, each in a process of its own: what bench/flood.py measures another client beside.
+"""Floods of a pool by one local user, each in its own process, for bench/flood.py.
 
 A flood connects to the unix sockets of the store and the shard as a user without the rights of a node. Most kinds open a
 session and a file first, and then send requests that the daemons serve: so what is measured is the cost of work, not of a
@@ -71,7 +71,7 @@ PARTS = "parts"
 GREETING = pack_head(HELLO, 0, 0, 0, encode_hello(Greeting("flood")), 0)
 
 Requests = list[tuple[int, bytes]]
-"""Method and message of each."""
+"""Method and message of each request."""
 
 
 class Place(NamedTuple):
@@ -83,7 +83,7 @@ class Place(NamedTuple):
     target: int
     epoch: int
     file_bytes: int
-    """Of /file, which everybody may read; its chunks have a mebibyte."""
+    """Inode of /file, which every user may read; its chunks have 1 MiB."""
     closed: list[int]
     """Inodes of files in a directory that only root may search."""
 
@@ -261,7 +261,7 @@ class Flood:
         print("floods", flush=True)
 
     def report(self) -> None:
-        """Print what came of it, and end the process."""
+        """Print the result and end the process."""
         used_s, passed_s = time.process_time() - self._used_s, time.monotonic() - self._began_s
         print(
             json.dumps(
@@ -299,7 +299,7 @@ class Session:
         self.number = number
         self.file = 0
         self.grant = b""
-        """To read `file`."""
+        """Grant to read `file`."""
         self.many = 0
         """Directory with many names."""
         self.names: list[bytes] = []

@@ -1,9 +1,9 @@
-"""The road through the kernel: one file over FUSE whose bytes are a constant, answered by a loop of two system calls.
+"""Floor of the kernel's part: one file of constant bytes over FUSE, served by a loop of two system calls.
 
     python bench/fuse_bare.py MOUNTPOINT        shows `large` until unmounted or ended by a signal
 
-What a read costs here is what the kernel takes for the way there and back, and about 1 µs of Python. As nvpool's engine, it
-looks out for the next request for some 20 µs before it sleeps. What else is asked is answered so that the file can be opened.
+A read costs the time of the kernel for request and reply, and about 1 µs of Python. Like nvpool's engine, the loop
+polls for the next request for some 20 µs before it sleeps. Other requests get the replies that opening the file needs.
 """
 
 from __future__ import annotations

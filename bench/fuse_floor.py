@@ -1,4 +1,4 @@
-"""The floor under every mount: FUSE requests answered from memory by the same adapter and engine, without a pool.
+"""Floor of every mount: FUSE requests answered from memory by the same adapter and engine, without a pool.
 
 python bench/fuse_floor.py [--engine kernel|pyfuse3] MOUNTPOINT        serves until unmounted or interrupted
 """

@@ -1,10 +1,11 @@
-"""What it costs that a mount outlives its process: the same work through a mount with a holder and one without, in turns.
+"""Cost of a holder: the same work through a mount with a holder and one without, in turns.
 
     python bench/holder_cost.py [--rounds 8] [--count 2000] [DIRECTORY]
 
-A pool of its own below DIRECTORY (the current one), mounted twice. Printed for each load: the least processor time of
-the mount's processes per operation in any round, which others on the machine disturb least; and operations per second, medians
-of the rounds, which mean something only when it is quiet; and what the holder adds.
+A holder lets a mount outlive its process. Makes a pool below DIRECTORY (the current one) and mounts it twice. Prints for
+each load the least processor time of the mount's processes per operation in any round, which other processes of the
+machine disturb least; operations per second, medians of the rounds, which mean something only on a quiet machine; and
+the difference that the holder makes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def create(place: Path, count: int) -> None:
 
 
 def read_whole(place: Path, count: int) -> None:
-    """As a data loader does: small files, opened, read and closed in random order."""
+    """Open, read and close small files in random order, like a data loader."""
     for number in random.Random(count).sample(range(count), count):
         file = os.open(place / f"c{number}", os.O_RDONLY)
         os.read(file, 8192)
@@ -44,7 +45,7 @@ def read_whole(place: Path, count: int) -> None:
 
 
 def names(place: Path, count: int) -> None:
-    """mkdir, rename, link, unlink, rmdir: five operations."""
+    """Five operations: mkdir, rename, link, unlink, rmdir."""
     for number in range(count // 5):
         os.mkdir(place / f"d{number}")
         os.rename(place / f"d{number}", place / f"e{number}")
@@ -61,7 +62,7 @@ def append(place: Path, count: int) -> None:
 
 
 def rewrite(place: Path, count: int) -> None:
-    """4 KiB at random places, synced every 64."""
+    """Write 4 KiB at random places, with an fsync after every 64."""
     file, chance = os.open(place / "data", os.O_RDWR | os.O_CREAT), random.Random(1)
     for number in range(count):
         os.pwrite(file, CONTENT, chance.randrange(2048) * 4096)
@@ -71,7 +72,7 @@ def rewrite(place: Path, count: int) -> None:
 
 
 def read_at_random(place: Path, count: int) -> None:
-    """4 KiB past the kernel's pages."""
+    """Read 4 KiB with O_DIRECT."""
     file, chance, buffer = (
         os.open(place / "data", os.O_RDONLY | os.O_DIRECT),
         random.Random(2),

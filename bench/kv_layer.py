@@ -1,7 +1,10 @@
-"""The key-value engine beside its floors: `python bench/kv_layer.py [--dir DIR] [--count N]`.
+"""Speed of the key-value engine beside its floors.
 
-Changes look like creating a small file: four records of 16-byte keys and 24 to 100-byte values, scattered. Floors of the same
-run: the journal's own system calls (pwrite of the same bytes, with and without fdatasync) and LMDB without the engine.
+    python bench/kv_layer.py [--dir DIR] [--count N]
+
+A change is like the creation of a small file: four records with 16-byte keys, far apart, and values of 24 to 100 bytes.
+Floors of the same run: the journal's own system calls (pwrite of the same bytes, with and without fdatasync), and LMDB
+without the engine.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ def row(what: str, per_second: float, floor: float | None = None) -> None:
 
 
 def timed(call, count: int) -> float:
-    """Calls a second."""
+    """Calls per second."""
     begin = time.perf_counter()
     for _ in range(count):
         call()

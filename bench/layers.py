@@ -1,6 +1,6 @@
-"""What a 4 KiB read costs, layer by layer: one at a time, by subtraction of floors of the same run.
+"""Cost of a 4 KiB read by layer: one at a time, by subtraction of floors of the same run.
 
-    road                          what is measured (p50)                                              key
+    path                          what is measured (p50)                                              key
     the kernel                    a read over FUSE, answered by two system calls (fuse_bare.py)       bare
     + the engine                  the same from nvpool's adapter and engine, out of memory            floor
     below: the drive              a plain directory: O_DIRECT where it is cold, else the page cache   drive
@@ -8,9 +8,9 @@
       of it: the wire             as many bytes, echoed by another process over the same transport    wire
     the whole                     a read through the mount; and by the SDK, which has no kernel       mount, sdk
 
-kernel = bare, engine = floor - bare, store = raw - wire - drive, and the client is what is left of the whole: of a mount all
-that its own process does besides, be it compiled in one step with the engine (then it may take less than nothing) or not, and
-what the parts do to one another (processor caches, wake-ups). With short-circuit reads there is neither wire nor store.
+kernel = bare, engine = floor - bare, store = raw - wire - drive, and client is the rest of the whole: for a mount all
+other work of its process, and the effects of the parts on one another (processor caches, wake-ups). A read that is
+compiled in one step with the engine may make it negative. Short-circuit reads have neither wire nor store.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ STATES = ("warm", "cold")
 
 
 def split(p50_us: dict[str, float]) -> list[dict]:
-    """A row for mount and SDK, each road and each state: µs of each layer, and the whole. `p50_us` has bare, floor, wire,
-    "drive STATE", "raw STATE", and "sdk ROAD STATE" and "mount ROAD STATE"."""
+    """A row for mount and SDK, each path and each state: µs of each layer, and the whole.
+
+    `p50_us` has bare, floor, wire, "drive STATE", "raw STATE", and "sdk PATH STATE" and "mount PATH STATE".
+    """
     rows = []
     for who in ("mount", "sdk"):
         for road in ROADS:

@@ -22,7 +22,7 @@ from pathlib import Path
 PIECE_BYTES = 4096
 PIECES_A_CALL = 64
 CALLS_IN_FLIGHT = 4
-"""Together 256 reads under way: a loader of samples that fetches the next batches while it works on this one."""
+"""Together 256 reads in flight, like a data loader that fetches the next batches while it uses this one."""
 
 
 def fio(
@@ -105,7 +105,7 @@ def create(directory: Path, seconds: float) -> dict:
 
 
 async def read_many(pool: str, path: bytes, seconds: float, transport: str | None) -> dict:
-    """Random 4 KiB pieces of one file by read_many; a latency is that of a whole call of 64 pieces."""
+    """Read random 4 KiB pieces of one file with read_many; a latency is that of a whole call of 64 pieces."""
     from nvpool.client.pool_client import Client
     from nvpool.client.state.vfs_types import Caller
     from nvpool.poolmap.model import decode_map
@@ -148,7 +148,7 @@ async def read_many(pool: str, path: bytes, seconds: float, transport: str | Non
 
 
 async def echo(scheme: str, seconds: float) -> dict:
-    """What read_many asks for, echoed from memory over the same transport; the latency is that of a single read."""
+    """Echo the bytes of a read_many from memory over the same transport; the latency is that of a single read."""
     import tempfile
 
     import transport_echo
@@ -181,7 +181,7 @@ async def echo(scheme: str, seconds: float) -> dict:
 
 
 def narrowed(pool_map, scheme: str):
-    """The map with only the endpoints of one transport, for those that have one of it."""
+    """The map with only the endpoints of one transport; members without such an endpoint keep theirs."""
     import msgspec
 
     def only(owner):

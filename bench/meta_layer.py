@@ -1,4 +1,4 @@
-"""The metadata service by itself: CPU of a request inside the service, beside its floors, and LMDB's bytes for a file.
+"""Cost of the metadata service alone: CPU of a request beside its floors, and bytes of LMDB for a file.
 
     python -m bench.meta_layer [--files 20000] [--dir DIR]
 
@@ -50,7 +50,7 @@ def requests(method: int, made) -> list[DirectCall]:
 
 
 class Side:
-    """Of a connection that everything comes by."""
+    """Connection through which all requests come."""
 
     peer = PEER
 
@@ -58,7 +58,7 @@ class Side:
 async def measure_fast_path(
     service: MetaService, kv: LmdbKv, method: int, made: list
 ) -> tuple[float, list[bytes]]:
-    """Microseconds of CPU of this thread a request, and the messages of the answers."""
+    """CPU of this thread for a request, in microseconds, and the messages of the replies."""
     spent, answers, reply_stats = 0.0, [], ReplyStats()
     for at in range(0, len(made), 500):
         frames = [

@@ -1,12 +1,12 @@
-"""What metrics cost: 4 KiB reads at random from 16 threads, with counting and a scrape in five seconds, and without, in turns.
+"""Cost of metrics for 4 KiB random reads: with counting and a scrape every five seconds, and without.
 
     .venv/bin/python bench/metrics.py [--rounds 8] [--seconds 3] [DIRECTORY]
 
-"Without" is a copy of this checkout from which every statement that counts was taken out (see `UNCOUNTED`), so that
-nothing else differs. Each has a pool of its own below DIRECTORY (the current one) and two mounts: with short-circuit
-reads, and over `stream`. Rounds alternate which comes first. Printed: reads per second, medians of the rounds and the
-median of the rounds' ratios, which mean something only when the machine is quiet; and the least processor time per
-read of all of nvpool's processes in any round, which others disturb least. Needs root and fio.
+Sixteen threads read. "Without" is a copy of this checkout from which every statement that counts was removed (see
+`UNCOUNTED`), so that nothing else differs. Each has its own pool below DIRECTORY (the current one) and two mounts: with
+short-circuit reads, and over `stream`. Rounds alternate which comes first. Prints reads per second, medians of the rounds
+and the median of the rounds' ratios, which mean something only on a quiet machine; and the least processor time per read
+of all of nvpool's processes in any round, which other processes disturb least. Needs root and fio.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ UNCOUNTED = {
 MOUNTS = {"short cut": (), "stream": ("--no-short-circuit", "--transport", "stream")}
 FILE_BYTES = 64 << 20
 SCRAPE_S = 5.0
-"""Prometheus asks each 15 to 60 seconds."""
+"""Seconds between scrapes; Prometheus scrapes every 15 to 60 seconds."""
 
 
 class Uncounting(ast.NodeTransformer):
@@ -78,7 +78,7 @@ class Uncounting(ast.NodeTransformer):
 
 
 def uncounted_copy(place: Path) -> Path:
-    """A directory with this checkout's nvpool in it, which counts nothing."""
+    """Return a directory with a copy of nvpool that counts nothing."""
     shutil.copytree(ROOT / "nvpool", place / "nvpool", ignore=shutil.ignore_patterns("__pycache__"))
     for name, names in UNCOUNTED.items():
         path = place / "nvpool" / name
@@ -147,7 +147,7 @@ class Arm:
             assert Page.unpack(reply.page).text()
 
     def cpu_s(self) -> float:
-        """Of all processes of the pool and its mounts."""
+        """Processor time of all processes of the pool and its mounts."""
         total = 0
         for pid, _ in processes(naming=self.pool):
             with contextlib.suppress(OSError):

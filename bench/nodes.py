@@ -1,4 +1,4 @@
-"""Pools of several nodes on one machine: what more nodes, more replicas and certificates bring and cost.
+"""Pools of several nodes on one machine: gain and cost of nodes, replicas and certificates.
 
     make bench-nodes                                    three rounds of everything, and failures.py
     python bench/nodes.py --rounds 1 --quick            a first look, some four minutes
@@ -67,17 +67,16 @@ PARTS = ("scaling", "tls", "replicas", "balance", "growth")
 COUNTS = (1, 2, 4)
 BLOCK = 256 * KIB
 IN_FLIGHT = 64
-"""Of each client: with four nodes that are asked at random each has always some of them to answer."""
+"""Reads in flight of each client: enough that each of four nodes always has requests."""
 PORT = 7999
 STARTED_S = 1.5
-"""Until the clients of a load have started."""
+"""Seconds until the clients of a load have started."""
 BUSY_MAX = 0.9
-"""Of the processors: above it they are measured, and not the cables."""
+"""Busy share of the processors above which they limit the figures, and not the cables."""
 WARMING = 4
-"""Threads that each draw as many blocks as there are: 98 % of them are in memory then."""
+"""Threads that each read as many random blocks as there are: then 98 % of the blocks are in memory."""
 GROWN = 0.9
-"""Of a drive's share, by which throughput is to grow: the chunks of a file fall on drives by chance, and the busiest one is
-waited for."""
+"""Least growth of throughput, in shares of a drive: chunks fall on drives at random, and the busiest is waited for."""
 NO_LIMIT_MIB_S = 4000.0
 WRITE_S_MAX = 300.0
 
@@ -133,7 +132,7 @@ class Cluster:
         self.hosts, self.pool, self.nodes, self.clients, self._spare = hosts, pool, pool.nodes, clients, spare
 
     def add_node(self) -> None:
-        """A spare machine joins with its drives, and has its share of the chunks."""
+        """Join a spare machine with its drives; on return it has its share of the chunks."""
         node = NodeMachine(self._spare.pop())
         self.nodes.append(node)
         self.pool.join(node, self.nodes[0].json("node", "token", str(self.nodes[0].path)))
@@ -143,7 +142,7 @@ class Cluster:
         return client.machine.command(*map(str, (sys.executable, "-P", *words)))
 
     def write(self, file_mib: int) -> None:
-        """A file for each client, by itself."""
+        """Write a file for each client, one after the other."""
         for number, client in enumerate(self.clients):
             client.machine.run(
                 sys.executable,
@@ -188,7 +187,7 @@ class Cluster:
         return throughput.together(commands, dict(os.environ), seconds)
 
     def write_timed(self, name: str, file_mib: int) -> dict:
-        """A new file of each client, all at the same time, durably."""
+        """Write a new file from each client at the same time, with fsync."""
         return throughput.together(
             [
                 self.command(client, "-c", WRITE_TIMED, client.path, f"/{name}-{number}", file_mib)
@@ -199,7 +198,7 @@ class Cluster:
         )
 
     def floor(self, seconds: float) -> dict:
-        """What plain TCP carries from each node to a client of its own, all at the same time."""
+        """Throughput of plain TCP from each node to its own client, all at the same time."""
         senders = [
             node.machine.popen(sys.executable, "-c", SEND, node.machine.address, str(PORT))
             for node in self.nodes
@@ -221,7 +220,7 @@ class Cluster:
                 sender.wait()
 
     def lies(self) -> list[float]:
-        """The share of what was written that each drive has."""
+        """Share of each drive in the written bytes."""
         used = [drive["used_bytes"] for drive in self.nodes[0].until_all_serve()["drives"]]
         return [one / sum(used) for one in used]
 
@@ -243,7 +242,7 @@ def cluster(
     drives: int = 1,
     spare: int = 0,
 ) -> Iterator[Cluster]:
-    """`words`: for `nvpool pool create`. All chains are where they belong when it is handed over."""
+    """Yield a pool; `words` are arguments of `nvpool pool create`. All chains are in their places."""
     hosts = Machines(nodes + clients + spare, directory)
     with hosts as made:
         pool = Pool(made[:nodes], plain, drives=drives, capacity=capacity)
@@ -310,8 +309,10 @@ def scaling(directory: Path, options: argparse.Namespace) -> dict:
 
 
 def busy_while(work: Callable[[], dict], seconds: float) -> tuple[dict, float]:
-    """What `work` found, a load of so many seconds, and the share of the processors that was busy in its middle, others' work
-    included."""
+    """Run `work`, a load of so many seconds; return its result and the busy share of the processors in its middle.
+
+    Other processes of the machine are included in that share.
+    """
     shares: list[float] = []
 
     def look() -> None:

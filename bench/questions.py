@@ -1,5 +1,4 @@
-"""Questions with figures as answers: how latency grows with what is in flight, what a read costs layer by layer, what more
-targets and more client processes bring.
+"""Latency against concurrency, cost of a read by layer, throughput against targets and clients.
 
     make bench-questions                                           three rounds of everything
     python bench/questions.py --rounds 1 --seconds 0.5             a first look
@@ -118,7 +117,7 @@ class Asked:
         return {"p50_us": p50_us, "rounds": found, "rows": layers.split(p50_us)}
 
     def _steps(self) -> dict[str, Callable[[], dict]]:
-        """What layers.split asks for, in this order: what is cold comes last."""
+        """Measurements for layers.split, in this order: cold ones come last."""
         pools = {"stream": self.stream, "short cut": self.short}
         steps: dict[str, Callable[[], dict]] = {
             "bare": lambda: self.mounted(self.bare, 1),

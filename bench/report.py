@@ -1,4 +1,4 @@
-"""What the comparison found, as JSON, as tables and as a chart. Reads nothing but the comparison and this machine's name."""
+"""Results of the comparison as JSON, tables and a chart. Reads only the comparison and this machine's name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from subjects.pool import VARIANTS
 from workloads import value_of
 
 COLUMNS = ("same host", "tcp")
-"""Those of the goals: the best way between processes of one host, and TCP on loopback as the peers have it."""
+"""Columns of the goals: the best path between processes of one host, and TCP on loopback as the peers use it."""
 DRIVE, PASSTHROUGH, SOCKET = "plain", "c-passthrough", "c-socket"
 
 
@@ -69,7 +69,7 @@ def machine() -> str:
 
 
 def put_into_readme(name: str, text: str) -> None:
-    """In place of what stands between the marks of that name in bench/README.md."""
+    """Replace the text between the markers of that name in bench/README.md."""
     readme = Path(__file__).parent / "README.md"
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, rest = readme.read_text().split(begin)
@@ -85,8 +85,11 @@ def commit() -> str:
 
 
 def summary(comparison, loads, options, took_s: float) -> dict:
-    """Everything, as JSON has it. `best` of a cell is the larger of its medians, with and without the processors kept awake.
-    The goals are for one copy of each byte: with more there are none."""
+    """All results, in the form of the JSON file.
+
+    `best` of a cell is the larger of its medians, with and without the processors kept awake. The goals are for one copy
+    of each byte: with more copies there are none.
+    """
     judged_too = options.copies == 1
     subjects = {}
     for subject in comparison.subjects:
@@ -161,7 +164,7 @@ def _way(load, rounds: list[dict]) -> dict:
 
 
 def against(floor: Floor, loads: list[dict], columns: dict[str, str]) -> dict:
-    """The floor as JSON has it: in each column the figure, its goal or None, and whether it is reached or None."""
+    """The floor for the JSON file: in each column the figure, its goal or None, and whether it is reached or None."""
     by_key = {load["key"]: load for load in loads}
 
     def rate(key: str, name: str | None) -> float | None:
@@ -316,7 +319,7 @@ PEER_COLOURS = ("#c0504d", "#e39a3b", "#8064a2", "#4f81bd")
 FLOOR_COLOUR = "#b9c4d0"
 WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 900, 300, 70, 11, 16, 64
 TIMES_MAX = 6.0
-"""Bars that are longer are cut and say so."""
+"""Length at which bars are cut; a cut bar shows its figure."""
 
 
 def chart(results: dict) -> str:
@@ -368,7 +371,7 @@ def chart(results: dict) -> str:
 
 
 def _bars(results: dict) -> list[tuple[str, str, str | None]]:
-    """(name, colour, column of the goals) of what is in the chart, in its order; the drive is far outside of it."""
+    """(name, colour, column of the goals) of the bars of the chart, in order; the drive would not fit into it."""
     column_of = {name: column for column, name in results["columns"].items()}
     kinds = {name: subject["kind"] for name, subject in results["subjects"].items() if not subject["missing"]}
     colours, shades = iter(PEER_COLOURS), iter(VARIANT_COLOURS)

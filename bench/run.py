@@ -1,4 +1,4 @@
-"""The bench table: what a pool on this machine does, beside the floors of the same run.
+"""Benchmark table of a pool on this machine, beside the floors of the same run.
 
     make bench-floors                              three rounds, about six minutes
     python bench/run.py --rounds 1 --seconds 2     a first look
@@ -59,8 +59,10 @@ class Line(NamedTuple):
 
 @contextlib.contextmanager
 def awake():
-    """Processors do not sleep (/dev/cpu_dma_latency), as they do not while the pool's daemons have requests: the floors get the
-    same."""
+    """Keep processors awake (/dev/cpu_dma_latency), as the pool's daemons do while they have requests.
+
+    The floors are measured with it too.
+    """
     try:
         device = os.open("/dev/cpu_dma_latency", os.O_WRONLY)
     except OSError:
@@ -138,7 +140,7 @@ class Bench:
         forget(files_below(self.pool / "targets"), keep=True)
 
     def cold(self) -> None:
-        """Drop the stores' files from memory, and what the kernel keeps of the mount."""
+        """Drop the stores' files from memory, and the kernel's cache of the mount."""
         forget(files_below(self.pool / "targets"))
         forget([self.mount / "file"])
 

@@ -47,8 +47,10 @@ DENSE_FILES_MAX = 10_000_000
 
 
 class Progress:
-    """What is being done, how far it is and how long it will take: a line on a terminal, a line now and then elsewhere. Nothing
-    for what takes less than a second."""
+    """Progress of a step and its remaining time: one line on a terminal, sometimes a line elsewhere.
+
+    Steps of less than a second are not shown.
+    """
 
     LINE_S = 10.0
 
@@ -110,7 +112,7 @@ class Bench:
         return self._databases / f"{shape}-{files}"
 
     def made(self, shape: str, files: int) -> dict | None:
-        """What is known of a database that is whole."""
+        """Description of a complete database, or None."""
         try:
             made = json.loads((self.database(shape, files) / MADE).read_text())
         except FileNotFoundError:

@@ -38,11 +38,11 @@ from nvpool.sdk.async_filesystem import AsyncFileSystem
 
 MIB = 1 << 20
 PLANS = 64
-"""Batches that are drawn beforehand: making a list of a thousand tuples is the program's work, not the pool's."""
+"""Batches that are prepared: a list of a thousand tuples costs time of the program, not of the pool."""
 
 
 def figures(latencies: list[float], seconds: float, reads_a_call: int, block_bytes: int) -> dict:
-    """latencies in seconds, one a call."""
+    """Figures of latencies, which are in seconds, one for each call."""
     latencies.sort()
     count = len(latencies) * reads_a_call
     return {
@@ -55,12 +55,14 @@ def figures(latencies: list[float], seconds: float, reads_a_call: int, block_byt
 
 
 COLD_PARTS = 4
-"""Of a cold region one part is read, in no order: where most of a file was read the kernel takes the rest for a sequence, and
-brings it in advance; it would not be cold."""
+"""One part of a cold region is read, in random order.
+
+When most of a file was read, the kernel reads ahead, so that the rest is not cold.
+"""
 
 
 class Places:
-    """Where to read: anywhere in the region, or, where it is cold, nowhere twice, and over when one of COLD_PARTS was read."""
+    """Offsets to read at: random in the region; in a cold region none twice, and only one of COLD_PARTS parts."""
 
     def __init__(self, region: int, block: int, cold: bool) -> None:
         self._draw = random.Random()
@@ -90,7 +92,7 @@ async def asynchronous(options: argparse.Namespace) -> dict:
 async def raw(
     pool: AsyncFileSystem, file, options: argparse.Namespace
 ) -> Callable[[int, int], Awaitable[memoryview]]:
-    """Reads as file.read does, of one chunk store, by messages that are ready."""
+    """Read as file.read does, from one chunk store, with prepared messages."""
     chunks, opened = pool.vfs.chunks, file.handle.file
     lane = chunks.find_lane(opened, 0)
     connection = await pool.client.dialer.connect(lane.endpoints, SYSTEM_CLOCK.boottime_s() + 10)

@@ -1,11 +1,10 @@
-"""What the chunk store costs by itself: batches of 4 KiB reads from the page cache beside a plain preadv loop, and writes.
+"""Speed of the chunk store alone: batches of 4 KiB reads from the page cache beside a preadv loop, and writes.
 
     python -m bench.store_layer [--directory DIR] [--seconds S] [--json]
 
-Figures are the loop thread's processor time, which other work on the machine disturbs little; the cold line alone is time
-passed.
-One process, no wire: `service` is a whole READ message decoded, answered and encoded, `store` is read_now alone, the floor is
-os.preadv in a loop over the same places.
+Figures are the loop thread's processor time, which other work of the machine disturbs little; only the cold line is wall
+time. Everything runs in one process without a transport: `service` decodes a whole READ message, reads and encodes the
+reply, `store` is read_now alone, and the floor is os.preadv in a loop over the same places.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ SECRET = b"s" * 32
 
 
 class _Call:
-    """A request as a transport would hand it over, without one."""
+    """A request as a transport would deliver it."""
 
     deadline_s = float("inf")
     cancelled = False
@@ -46,7 +45,7 @@ class _Call:
         self.answer: tuple | None = None
 
     def room(self, byte_count: int) -> None:
-        """None: the transport has no memory of the asker."""
+        """None: the transport has no memory that belongs to the client."""
 
     def reply(self, message=b"", payload=()) -> None:
         self.answer = message, payload
@@ -56,7 +55,7 @@ class _Call:
 
 
 def _repeat(seconds: float, step) -> float:
-    """Microseconds of processor time of one call of `step`, which is given a running number."""
+    """Processor time of one call of `step`, in microseconds; `step` gets a running number."""
     count, begun, used = 0, time.perf_counter(), time.thread_time()
     while time.perf_counter() - begun < seconds:
         for _ in range(10):

@@ -1,7 +1,7 @@
 """Throughput against the number of targets and of client processes: random reads of 4 and 128 KiB from the stores' memory.
 
 Each client process is one of the SDK with IN_FLIGHT reads at any time; all of them begin together, and their rates are added
-up. The targets share one drive and the processors with the clients, so this shows what one machine makes of more processes.
+up. The targets share one drive and the processors with the clients, so this shows how one machine scales with more processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WAIT_S = 120.0
 
 
 def together(commands: list[list[str]], environment: dict[str, str], seconds: float) -> dict:
-    """The sum of what a process of each command measures at the same time. Failed when one of them fails."""
+    """Run a process of each command at the same time; return the sum of their rates. Failed: one of them failed."""
     running = [
         subprocess.Popen(
             command,

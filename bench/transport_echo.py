@@ -1,5 +1,7 @@
-"""What a request costs on each transport, beside two floors: the same bytes between two processes over plain blocking sockets,
-and over bare uvloop protocols that know their length beforehand.
+"""Cost of a request on each transport, beside two floors.
+
+The floors carry the same bytes between two processes over blocking sockets, and over bare uvloop protocols that know the
+length beforehand.
 
     .venv/bin/python bench/transport_echo.py [--seconds 2] [--json] [scheme …]
 
@@ -31,7 +33,7 @@ SCHEMES = ("inproc", "stream+unix", "stream", "grpc")
 
 
 def answer(call) -> None:
-    """method: bytes of payload wanted, in KiB; 0 takes what came."""
+    """Reply with as many KiB of payload as the number of the method; 0: with none."""
     call.reply(
         bytes(16 * MANY if call.method > 4 else 16), [PAYLOAD[: call.method << 10]] if call.method else ()
     )
@@ -106,7 +108,7 @@ async def latency(connection, seconds: float) -> dict:
 
 
 async def submitted(connection, seconds: float) -> float:
-    """Microseconds a request by `submit`, the next one sent from on_done: no task is woken in between."""
+    """Microseconds per request with `submit`; on_done sends the next request, so no task is woken."""
     done = asyncio.get_running_loop().create_future()
     into = memoryview(bytearray(READ_BYTES))
     end = time.perf_counter() + seconds
@@ -128,7 +130,7 @@ async def submitted(connection, seconds: float) -> float:
 
 
 async def in_flight(connection, width: int, message: bytes, method: int, seconds: float, payload=()) -> float:
-    """Requests a second with `width` of them in flight."""
+    """Requests per second with `width` of them in flight."""
     end = time.perf_counter() + seconds
     count = 0
 

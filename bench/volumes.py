@@ -1,12 +1,13 @@
-"""What volumes cost: making, listing, showing and removing a thousand of them, and their quotas on the creation of small files.
+"""Cost of volumes and their quotas: a thousand volumes, and small files with and without a quota.
 
     python bench/volumes.py                               five rounds, in a directory below /tmp that is removed
     python bench/volumes.py --directory /srv --rounds 3
     python bench/volumes.py --volumes 100 --files 500     a first look
 
-A pool of one node is started as processes; one client process asks it, eight requests in flight for volumes and sixteen for
-files. Small files (4 KiB, created, written and closed) go by turns into a plain directory, into a volume without a quota and
-into one with quotas in bytes and in files, within each round; cost is one less the median of the rounds' quotients of rates.
+Volumes are created, listed, shown and removed. A pool of one node is started as processes; one client process has eight
+requests in flight for volumes and sixteen for files. In each round, small files (4 KiB, created, written and closed) go
+in turns into a plain directory, a volume without a quota and a volume with quotas in bytes and files. The cost is one
+minus the median of the rounds' quotients of rates.
 Prints one JSON object; --results writes it to a file. Ends and removes all it started.
 """
 
@@ -67,7 +68,7 @@ async def thousand(fs: AsyncFileSystem, count: int) -> dict[str, float]:
 
 
 async def small_files(fs: AsyncFileSystem, files: int, turn: int) -> dict[str, float]:
-    """Files per second in each place; who begins changes from turn to turn."""
+    """Files per second in each place; another place is first in each turn."""
     tops = {
         "plain directory": f"/plain-{turn}",
         "volume": "/volumes/open",

@@ -1,15 +1,15 @@
-"""The loads of the comparison: the same against any directory, each the only work of one process in C.
+"""Loads of the comparison: the same for any directory, each run by one process in C.
 
-fio reads and writes the large file, `files_load` (bench/files_load.c) everything with many files; what nvpool's SDK does is
+fio reads and writes the large file, and `files_load` (bench/files_load.c) runs all loads with many files. nvpool's SDK is
 measured by sdk_loads.py, beside `socket_floor` (bench/socket_floor.c). Every subject that mounts holds, before
 the first round: `large`, a file of random bytes, and `files`, one directory of 4 KiB files.
 
-Cold: `Subject.forget` was called right before, and nothing is asked for twice: each thread of a random read has a
+Cold: `Subject.forget` was called right before, and nothing is read twice: each thread of a random read has a
 region of its own and reads each block of it at most once; each name is looked up only once. Random reads use
 O_DIRECT, so that neither the kernel's page cache nor its read-ahead stands between the load and the subject;
 sequential ones do not, as `cp` does not. Warm means: read whole WARM_PASSES times just before, and again by another
-process. The kernel moves pages between its lists at the first of them, and who is measured twice (with the processors
-awake, and not) would have more of that behind him.
+process. The kernel moves pages between its lists at the first pass, and a subject that is measured twice (with the
+processors awake, and not) would have an advantage.
 
 Order: loads of `last` run when all rounds of the others are over. ext4 creates files five to ten times slower after many were
 unlinked, and what one subject unlinks all of them would pay for. Each create has a new directory, each write a new file.
@@ -28,11 +28,11 @@ KIB, MIB = 1 << 10, 1 << 20
 FILE_BYTES = 4 * KIB
 WARM_PASSES = 3
 WAIT_S = 300.0
-"""How much longer than its time a load may take: writing back, and a peer that stands still for a while."""
+"""Seconds that a load may take beyond its time, for write-back and for a peer that pauses."""
 
 
 SDK_BYTES = 64 * MIB
-"""Of the large file, for the SDK's loads: read once before, so that what is measured is neither drive nor page cache."""
+"""Part of the large file for the SDK's loads; it is read once before, so that it is in the page cache."""
 
 
 class Sizes(NamedTuple):

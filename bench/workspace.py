@@ -1,6 +1,7 @@
-"""A directory for one run of a bench, and the end of all that was started in it; what a run says of the machine.
+"""Directory of one benchmark run, its clean-up, and facts about the machine.
 
-Called by compare.py and questions.py. Nothing is removed but what has the mark of a bench (subjects/contract.sweep)."""
+Used by compare.py and questions.py. Only directories with the mark of a benchmark are removed (subjects/contract.sweep).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from subjects.contract import OWNER, mounted_below, sweep, sweep_left
 
 PREFIX = "compare-"
 BUSY_MAX = 0.05
-"""Of the processors, before anything of ours is started."""
+"""Busy share of the processors before the run, above which the figures are doubtful."""
 CPU_LATENCY = Path("/dev/cpu_dma_latency")
 
 
@@ -75,7 +76,7 @@ def warn_of_others() -> float:
 
 
 def not_final(busy: float) -> str:
-    """A sentence for the tables of a run that was not alone on its machine."""
+    """A sentence for the tables if the run was not alone on its machine."""
     return (
         f" **Not to be kept: others used {busy:.0%} of the processors before it began.**"
         if busy > BUSY_MAX

@@ -36,7 +36,7 @@ def errors_by_file() -> dict[str, list[str]]:
 
 
 def problems(found: dict[str, list[str]], listed: list[str]) -> list[str]:
-    """What breaks the rule: errors outside of the list, then entries of the list that have none."""
+    """Violations of the rule: errors outside of the list, then entries of the list that have none."""
     new = [line for path, lines in sorted(found.items()) if path not in listed for line in lines]
     return new + [
         f"{path}: listed in {BASELINE.name} but clean or gone; run tools/check_types.py --update"

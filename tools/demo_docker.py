@@ -33,7 +33,7 @@ class Shown:
         self._docker, self._driver = docker, driver
 
     def __call__(self, *words: str, refused: str = "") -> str:
-        """What it said. `refused`: it must fail, and say that."""
+        """Run it; return its output. `refused`: it must fail, with this text in its output."""
         arguments = " ".join(f"'{word}'" if re.search(r"[ ;$]", word) else word for word in words)
         print(
             f"  $ docker {arguments.replace(self._driver, 'nvpool').replace(' --network=none', '')}",

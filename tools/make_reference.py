@@ -3,8 +3,9 @@
     .venv/bin/python tools/make_reference.py            write what is not current
     .venv/bin/python tools/make_reference.py --check    write nothing; exit code 1 and the names of pages that are not current
 
-The pages are docs/reference/cli.md, cli/*.md, config.md and metrics.md, and the tables between markers in README.md and
-docs/internals/performance.md. Sources: the click commands, `Config`, `METRICS` and bench/results/peers.json.
+The pages are docs/reference/cli.md, cli/*.md, config.md, metrics.md and sdk.md, and the tables between markers in README.md
+and docs/internals/performance.md. Sources: the click commands, `Config`, `METRICS`, the docstrings of the SDK
+(tools/sdk_reference.py) and bench/results/peers.json.
 tests/house/test_documentation.py runs the check.
 """
 
@@ -20,6 +21,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import click
 import msgspec
+from sdk_reference import sdk_page
 
 from nvpool.cli.main import COMMANDS, cli
 from nvpool.core.config import Config
@@ -39,6 +41,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "cli.md": cli_index(),
         REFERENCE / "config.md": config_page(),
         REFERENCE / "metrics.md": metrics_page(),
+        REFERENCE / "sdk.md": NOTE + sdk_page(),
     }
     context = click.Context(cli, info_name="nvpool")
     for name in COMMANDS:

@@ -282,7 +282,7 @@ class Quickstart:
 
 
 class Counted:
-    """What the comparison has seen."""
+    """Counts of the comparison, and the files that differ."""
 
     def __init__(self) -> None:
         self.files = self.bytes = self.total = 0

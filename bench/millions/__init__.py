@@ -1,1 +1,1 @@
-"""How a metadata shard does with very many files; see bench/scale.py."""
+"""Parts of bench/scale.py: a metadata shard with millions of files."""

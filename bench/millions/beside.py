@@ -1,4 +1,4 @@
-"""The records of a tree, made by a program of its own: started by millions/build, which reads them from its standard output.
+"""Program that makes the records of a tree for millions/build, which reads its standard output.
 
 python -m millions.beside FILES PER_DIRECTORY NAME_KEY ROOT
 """
@@ -19,12 +19,12 @@ from .tree import Records, Tree
 
 
 def batches(tree: Tree, root: records.Inode) -> Iterator[tuple[float, Records]]:
-    """(share of the work, records to be put) of all of it, from 0 to 1 in all."""
+    """Batches of (share of the work, records); the shares add up to 1."""
     return chain([(0.0, tree.few(root))], tree.batches())
 
 
 def described(tree: Tree, root: records.Inode) -> list[str]:
-    """What this program is to be called with."""
+    """Return the arguments of this program."""
     return [str(tree.files), str(tree.per_directory), tree.name_key.hex(), records.encode_inode(root).hex()]
 
 

@@ -1,8 +1,8 @@
-"""Making a shard's database offline: the records of a Tree put by the code of a checkpoint, without journal and service.
+"""Offline construction of a shard's database: the code of a checkpoint writes the records of a Tree.
 
-What is left out is what the service does before a checkpoint (decisions, the journal, the layer); what is written is written
-by `kv/lmdb_env` in its own slices, checked and marked, so a daemon opens it as its own. `compared` says whether a database
-that a running service has made holds the same.
+The service's work before a checkpoint (decisions, journal, memtable) is left out. `kv/lmdb_env` writes the records in its
+slices, with checks and marks, so a daemon opens the database as its own. `compared` compares it with a database that a
+running service has made.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _used_bytes(found: dict) -> int:
 
 
 def pages(shard: Path) -> dict:
-    """What LMDB says of a database that nobody has open for writing."""
+    """Statistics of LMDB of a database that no process has open for writing."""
     with lmdb.open(os.fspath(shard), readonly=True, lock=False) as env:
         found, info = env.stat(), env.info()
     return {

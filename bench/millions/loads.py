@@ -1,6 +1,7 @@
-"""What is asked of a shard: names looked up, files made, a directory listed; many requests in flight on one connection.
+"""Loads of a shard: look-ups, creates, listings, with many requests in flight on one connection.
 
-One process asks, so a figure is what one client reaches; the shard's processor time for each request is reported beside it.
+One process sends all requests, so a figure is the rate of one client. The shard's processor time for each request is
+reported beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WRITE = 2
 ANSWER_S = 60.0
 
 Parents = Callable[[int], int]
-"""The directory that a file is in, by its number."""
+"""Directory of a file, by the number of the file."""
 
 
 class Client:

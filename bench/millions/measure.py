@@ -1,4 +1,4 @@
-"""One shard, everything that is asked of it, in order: cold, warm, growing, killed, listed; then its engine alone."""
+"""All measurements of one shard, in order: cold, warm, growing, killed, listed; then its engine alone."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .shard import Failed, Shard, forget, read_whole
 from .tree import Tree
 
 COLD_LOOK_UPS = 4000
-"""So few that nearly none meets a page that another one has brought, once there are a million files."""
+"""So few that, with a million files, hardly one finds a page that another one has read."""
 NEW_DIRECTORIES = 400
-"""Made beforehand for the files that are added."""
+"""Directories that are made beforehand for the files that are added."""
 KILLED_AFTER_S = 0.7
-"""Between two checkpoints, so that the journal holds something."""
+"""Seconds, less than between two checkpoints, so that the journal has content."""
 LISTED_AT_LEAST = 1_000_000
 """Entries of a directory that is not listed whole."""
 WARM_S, WARM_READS_MAX = 15.0, 4

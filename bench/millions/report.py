@@ -1,4 +1,4 @@
-"""What was found, as tables, and what it says for a billion files."""
+"""Results as tables, extrapolated to a billion files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A metadata shard as a process of its own, below a pool directory without a supervisor, and what it costs the machine.
+"""Metadata shard as a process below a pool directory without a supervisor, and its use of the machine.
 
-The lock of the pool directory is held here, as a supervisor would hold it, so the daemon starts none: it is started, killed and
-started again by nobody but the benchmark. Its question for a newer map is kept without an answer, as by one who has none;
-where nobody listened it would ask, and read the map's file, twice a second.
+This process holds the lock of the pool directory, as a supervisor would, so only the benchmark starts and kills the
+daemon. The daemon's query for a newer map stays without a reply, as when there is none. If nobody listened, the daemon
+would repeat the query, and read the map's file, twice a second.
 """
 
 from __future__ import annotations
@@ -158,14 +158,14 @@ class Shard:
 
 
 def forget(path: Path) -> None:
-    """No page of the file is in memory, as far as nobody has it mapped."""
+    """Drop the pages of the file from memory, except those that a process has mapped."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_whole(path: Path, progress) -> None:
-    """Every page of the file is in memory, as far as there is room."""
+    """Read every page of the file into memory, as far as there is room."""
     size, buffer, done = path.stat().st_size, bytearray(4 << 20), 0
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):

@@ -1,4 +1,4 @@
-"""The tree that the shards of this benchmark hold: the n-th file, and the very records that the service would have written.
+"""Tree of the shards of this benchmark: its n-th file, and the records that the service would write.
 
 Everything lies in one directory `data` of the root: the files themselves (`one`), or directories of `per_directory` files
 each (`many`), made one after the other as an import makes a training set. A file was created with a write grant, written and
@@ -26,22 +26,22 @@ FILE_MODE, DIRECTORY_MODE = stat.S_IFREG | 0o644, stat.S_IFDIR | 0o755
 FILE_KIND, DIRECTORY_KIND = FILE_MODE >> 12, DIRECTORY_MODE >> 12
 
 BORN_NS, EACH_NS, WRITTEN_NS = 1_760_000_000_000_000_000, 100_000, 3_000_000
-"""When the first file was created, how long after it the next one, and how long each was being written."""
+"""Time of the first creation, time between two, and time between creation and close."""
 
 PER_DIRECTORY = 1000
 
 WRITTEN_CHANGE = 2
 _VARYING, _VARYING_AT = struct.Struct("<qBI"), 6
-"""Of a file's record: time, change, size."""
+"""Fields of a file's record that differ: time, change, size."""
 _PARTITION = -1 << COUNTER_BITS
 
 REGION_FILES = 25_000
-"""Of one directory: so many records at a time are sorted or put, for speed (they stay in the processor's memory)."""
+"""Files of one directory that are sorted or put together, so that they stay in the processor's cache."""
 BATCH_KEYS = 100_000
-"""Of one transaction at least; small regions share one."""
+"""Least keys of a transaction; small regions share one."""
 
 SORTING_SHARE = 0.3
-"""Of the work that the records of one directory are."""
+"""Share of sorting in the work for the records of one directory."""
 
 Records = dict[bytes, bytes]
 
@@ -84,7 +84,7 @@ class Tree:
         return inode_number(partition, 3 + index * (self.per_directory + 1))
 
     def directory_key(self, index: int) -> bytes:
-        """Of its entry in `data`."""
+        """Key of its entry in `data`."""
         name = directory_name(index)
         return records.dentry_key(partition_of(self.home), self.home, self.name_hash(self.home, name), name)
 
@@ -177,7 +177,7 @@ class Tree:
         )
 
     def few(self, root: records.Inode) -> Records:
-        """What there is once: the root, which gets its entry, `data`, the shard's counts and bounds."""
+        """Records that exist once: the root, which gets its entry, `data`, and the shard's counts and bounds."""
         root.links, root.size, root.change = root.links + 1, root.size + 1, root.change + 1
         hashed = self.name_hash(ROOT_INODE, HOME)
         bound = 2 + self.inode_count + RESERVED

@@ -1,4 +1,4 @@
-"""What is compared, in the order of the table."""
+"""Systems compared, in table order."""
 
 from subjects.contract import Subject
 from subjects.glusterfs import GlusterFS
@@ -10,7 +10,10 @@ from subjects.seaweedfs import SeaweedFS
 
 
 def every_subject(copies: int = 1) -> list[Subject]:
-    """Drive and floors, nvpool and the peers with so many copies of each byte. With two, of nvpool only what has a column."""
+    """Drive, floors, nvpool and peers with so many copies of each byte.
+
+    With two copies, only the variants of nvpool that have a column.
+    """
     floors = [PlainDirectory(), FuseFromMemory(), CPassthrough(), CSocket()]
     if copies > 1:
         pools = [Pool(variant, copies=copies) for variant in VARIANTS if variant.column]

@@ -1,8 +1,8 @@
-"""What the comparison asks of each thing that it measures, and the tools that all of them share.
+"""Interface of a compared system, and shared tools.
 
 A subject is used by one thread, in this order: `missing`, `start`, then `forget` before each figure that is cold, `stop` at the
 end. All that it makes lies below one directory: files, sockets, logs, the mount. Each of its processes carries a mark in its
-environment, so that also what a daemon started and let go of is found and ended, by its number, when the bench ends or is
+environment, so that processes which a daemon has detached are found too, and ended by pid, when the benchmark ends or is
 interrupted.
 """
 
@@ -20,11 +20,11 @@ from pathlib import Path
 
 MARK = "NVPOOL_BENCH"
 PROBE = "probe"
-"""A small file in each mount."""
+"""Name of a small file in each mount."""
 OWNER = "nvpool-bench-owner"
-"""In the directory of a bench: the number of its process. Nothing is ever removed but what has it, and what lies in such."""
+"""File in a benchmark's directory with its pid. Only directories with this file are ever removed."""
 START_S = 60.0
-"""Until a daemon serves; all here take less than five seconds on an idle machine."""
+"""Seconds until a daemon serves; all here take less than five on an idle machine."""
 END_S = 20.0
 KILLED_S = 5.0
 
@@ -136,9 +136,11 @@ class Subject:
 def run(
     *command: object, environment: dict[str, str] | None = None, timeout_s: float = START_S, text: str = ""
 ) -> str:
-    """What it printed. Failed, with the end of what it said, when it fails or takes too long. It is killed when this is
-    interrupted or late, and not waited for longer than KILLED_S: who stands in a mount that does not answer ends when the
-    server of that mount does."""
+    """Run a program; return its output. Failed, with the end of the output: it failed or took too long.
+
+    The program is killed when it is late or this is interrupted. It is not waited for longer than KILLED_S: a process
+    that waits for a dead mount ends only when the server of the mount ends.
+    """
     words = [str(word) for word in command]
     try:
         process = subprocess.Popen(
@@ -206,7 +208,7 @@ def free_port(host: str) -> int:
 
 
 def write_out(place: Path) -> None:
-    """Nothing of the file system of `place` is in memory alone."""
+    """Write all dirty data of the file system of `place` to its drive."""
     run("sync", "-f", place, timeout_s=300)
 
 
@@ -279,7 +281,7 @@ def sweep(directory: Path) -> None:
 
 
 def sweep_left(directory: Path, prefix: str, say: Callable[[str], None]) -> None:
-    """What a bench that was killed has left there in a directory of its own, whose name begins so."""
+    """Remove directories with this prefix that a killed benchmark has left there."""
     for left in directory.glob(f"{prefix}*"):
         owner = left / OWNER
         if owner.is_file() and not Path(f"/proc/{owner.read_text()}").exists():

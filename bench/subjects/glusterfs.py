@@ -30,7 +30,7 @@ CONFIGURATION = f"""volume management
     option max-port 60999
 end-volume
 """
-"""As Debian has it in /etc/glusterfs."""
+"""glusterd.vol as in Debian's /etc/glusterfs."""
 
 
 def unescaped(place: str) -> str:

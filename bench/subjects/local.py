@@ -1,4 +1,4 @@
-"""What needs no network: the plain directory, FUSE answered from memory, and a passthrough in C over FUSE."""
+"""Local subjects: plain directory, FUSE from memory, passthrough in C."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from subjects.contract import END_S, START_S, Failed, Subject, drop_page_cache, 
 
 BENCH = Path(__file__).resolve().parents[1]
 PEERS = BENCH.parent / "build" / "peers" / "bin"
-"""The programs that install_peers.sh has from PyPI."""
+"""Programs that install_peers.sh installs from PyPI."""
 
 
 class PlainDirectory(Subject):
@@ -29,7 +29,7 @@ class PlainDirectory(Subject):
 
 
 class FuseFromMemory(Subject):
-    """The road: nvpool's adapter and engine answer from a dictionary."""
+    """FUSE floor: nvpool's adapter and engine answer from a dictionary."""
 
     name, kind = "fuse-memory", "floor"
     program = "fuse_floor.py"
@@ -51,14 +51,14 @@ class FuseFromMemory(Subject):
 
 
 class FuseBare(FuseFromMemory):
-    """The road, without nvpool's engine: one file of a constant."""
+    """FUSE floor without nvpool's engine: one file of constant bytes."""
 
     name, program, offers = "fuse-bare", "fuse_bare.py", ("bare",)
     notes = "fuse_bare.py: two system calls for a read, and nothing else"
 
 
 class CPassthrough(Subject):
-    """The road, without Python: bench/passthrough.c over libfuse, onto a plain directory."""
+    """FUSE floor without Python: bench/passthrough.c over libfuse, onto a plain directory."""
 
     name, kind = "c-passthrough", "floor"
     notes = "passthrough.c: libfuse's low-level interface, 16 threads, timeouts of 1 s"
@@ -82,7 +82,7 @@ class CPassthrough(Subject):
 
 
 class CSocket(Subject):
-    """The wire, without Python: a question and an answer over TCP on loopback."""
+    """Network floor without Python: request and reply over TCP on loopback."""
 
     name, kind, offers = "c-socket", "floor", ("socket",)
     notes = "socket_floor.c: blocking sockets, 4 KiB from memory"
@@ -100,7 +100,7 @@ class CSocket(Subject):
 
 
 def compile_c(source: Path, program: Path, *flags: str) -> Path:
-    """`program` is made from `source`. Failed with the compiler's words."""
+    """Compile `source` to `program`. Failed: with the compiler's output."""
     run("cc", "-O2", "-Wall", "-D_GNU_SOURCE", "-pthread", source, "-o", program, *flags)
     return program
 

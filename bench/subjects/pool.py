@@ -1,6 +1,7 @@
-"""nvpool itself, by engine and by transport.
+"""Variants of nvpool, by engine and transport.
 
-Each line of VARIANTS is a pool of its own, made, mounted and removed by the command."""
+Each line of VARIANTS is its own pool; the nvpool command creates, mounts and removes it.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from subjects.contract import Subject, answers, mounts, run, unmount
 from subjects.local import BENCH, no_fuse
 
 CAPACITY = "16G"
-"""Of the one drive, a sparse file: room for twenty rounds."""
+"""Size of the one drive, a sparse file: room for twenty rounds."""
 NEEDS = {"pyfuse3": "pyfuse3", "grpc": "grpc"}
-"""Engine or transport -> the module without which it is not there."""
+"""Engine or transport -> module that it needs."""
 
 
 class Variant(NamedTuple):
@@ -134,7 +135,7 @@ class Pool(Subject):
             self._command("dev", "down", self.pool())
 
     def sdk(self, verb: str, *words: object, seconds: float) -> str:
-        """What sdk_loads.py says of this pool, reached as the variant does."""
+        """Run sdk_loads.py on this pool, with the transport of the variant."""
         return self.run(*self.sdk_command(verb, *words), "--seconds", seconds, timeout_s=seconds + 120)
 
     def sdk_command(self, verb: str, *words: object, variant: Variant | None = None) -> list[str]:

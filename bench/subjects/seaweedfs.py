@@ -19,12 +19,12 @@ HOST = "127.0.0.1"
 PLACEMENT = {1: "000", 2: "001"}
 """Copies -> replication, in SeaweedFS's words: one more copy on another server of the same rack."""
 VOLUMES, VOLUME_MIB = 40, 1024
-"""Of a volume server at most, and of each. By itself it has 8 of 30 GB, of which the first files take 7."""
+"""Most volumes of a volume server, and size of each. The default is 8 of 30 GB, of which the first files take 7."""
 ANSWER_S = 10.0
 
 
 class Address(NamedTuple):
-    """Where a server listens. gRPC has a port of its own, by itself 10,000 above the other, which a free port may not allow."""
+    """Ports of a server. The default gRPC port is 10,000 above the other one, which may not exist."""
 
     port: int
     grpc: int

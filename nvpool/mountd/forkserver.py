@@ -47,7 +47,7 @@ def main(words: list[str]) -> int:
     os.dup2(nothing, 0)
     os.close(nothing)
     arguments = parse_words(words)
-    start_mount_log("zygote", arguments)
+    start_mount_log("forkserver", arguments)
     for number in PASSED_ON:
         signal.signal(number, signal.SIG_IGN)
     for name in LATER:

@@ -48,7 +48,7 @@ DEATHS_MAX = 15
 
 The calls that wait in the mount end with it.
 """
-ZYGOTE_PAUSE_S_MAX = 60.0
+FORK_SERVER_PAUSE_S_MAX = 60.0
 """Longest pause between fork servers that die while a process serves.
 
 Without a fork server the next failover would take some 300 ms longer.
@@ -133,10 +133,10 @@ class Holder:
         self._words = words
         self._serving: ServingProcess | None = None
         self._heir: ServingProcess | None = None
-        self._zygote: ForkServer | None = None
-        self._heirs_zygote: ForkServer | None = None
-        self._zygote_s = 0.0  # when the next fork server may be started
-        self._zygote_pause_s = 0.0
+        self._fork_server: ForkServer | None = None
+        self._heirs_fork_server: ForkServer | None = None
+        self._fork_server_s = 0.0  # when the next fork server may be started
+        self._fork_server_pause_s = 0.0
         self._descriptors: list[int] = []
         """Descriptors to keep and to pass on, as the serving process reported them.
 
@@ -165,13 +165,13 @@ class Holder:
         if self._serving is None:
             self._serving = self._start()
         while True:
-            zygote_s = self._zygote_s if self._serving is not None else 0.0
+            fork_server_s = self._fork_server_s if self._serving is not None else 0.0
             wake_s = min(
-                (at_s for at_s in (self._start_s, self._leave_until_s, zygote_s) if at_s), default=0.0
+                (at_s for at_s in (self._start_s, self._leave_until_s, fork_server_s) if at_s), default=0.0
             )
             self._wait(max(0.0, wake_s - SYSTEM_CLOCK.boottime_s()) if wake_s else None)
             self._take_signals()
-            self._look_at_zygote()
+            self._look_at_fork_server()
             for process in (self._serving, self._heir):
                 if process is not None:
                     self._listen(process)
@@ -180,8 +180,8 @@ class Holder:
             if self._serving is not None and self._serving.is_gone:
                 code = self._died()
                 if code is not None:
-                    if self._zygote is not None:
-                        self._zygote.end()
+                    if self._fork_server is not None:
+                        self._fork_server.end()
                     return code
             now_s = SYSTEM_CLOCK.boottime_s()
             if self._serving is None and now_s >= self._start_s:
@@ -198,8 +198,8 @@ class Holder:
     def _wait(self, seconds: float | None) -> None:
         poll = select.poll()
         poll.register(self._signals, select.POLLIN)
-        if self._zygote is not None:
-            poll.register(self._zygote.pidfd, select.POLLIN)
+        if self._fork_server is not None:
+            poll.register(self._fork_server.pidfd, select.POLLIN)
         for process in (self._serving, self._heir):
             if process is not None and process.is_open:
                 poll.register(process.control, select.POLLIN)
@@ -210,30 +210,30 @@ class Holder:
     # -- processes -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> ServingProcess:
-        if self._zygote is None:
-            self._zygote_s = 0.0
-            self._zygote = ForkServer(self._words)
-        return self._zygote.serve(self._descriptors)
+        if self._fork_server is None:
+            self._fork_server_s = 0.0
+            self._fork_server = ForkServer(self._words)
+        return self._fork_server.serve(self._descriptors)
 
-    def _look_at_zygote(self) -> None:
+    def _look_at_fork_server(self) -> None:
         """Keep a fork server running while a process serves.
 
         One that dies early is restarted after a pause that grows.
         """
         now_s = SYSTEM_CLOCK.boottime_s()
-        if self._zygote is not None and _has_ended(self._zygote.pidfd):
-            lived_s = now_s - self._zygote.started_s
-            code = self._zygote.end()
-            self._zygote = None
-            early = lived_s < ZYGOTE_PAUSE_S_MAX
-            self._zygote_pause_s = (
-                min(max(0.1, 2 * self._zygote_pause_s), ZYGOTE_PAUSE_S_MAX) if early else 0.1
+        if self._fork_server is not None and _has_ended(self._fork_server.pidfd):
+            lived_s = now_s - self._fork_server.started_s
+            code = self._fork_server.end()
+            self._fork_server = None
+            early = lived_s < FORK_SERVER_PAUSE_S_MAX
+            self._fork_server_pause_s = (
+                min(max(0.1, 2 * self._fork_server_pause_s), FORK_SERVER_PAUSE_S_MAX) if early else 0.1
             )
-            self._zygote_s = now_s + self._zygote_pause_s
+            self._fork_server_s = now_s + self._fork_server_pause_s
             log.warning("the process that waits to fork has ended (%s)", _exit_text(code))
-        if self._zygote is None and self._serving is not None and now_s >= self._zygote_s:
-            self._zygote_s = 0.0
-            self._zygote = ForkServer(self._words)
+        if self._fork_server is None and self._serving is not None and now_s >= self._fork_server_s:
+            self._fork_server_s = 0.0
+            self._fork_server = ForkServer(self._words)
 
     def _listen(self, process: ServingProcess) -> None:
         while True:
@@ -288,15 +288,15 @@ class Holder:
         self._leave_until_s = 0.0
         if self._heir is not None:
             self._serving, self._heir = self._heir, None
-            if self._zygote is not None:
-                self._zygote.end()
-            self._zygote, self._heirs_zygote = self._heirs_zygote, None
+            if self._fork_server is not None:
+                self._fork_server.end()
+            self._fork_server, self._heirs_fork_server = self._heirs_fork_server, None
             self._serving.say(f"go {self._died_s}")
             return None
         # no serving process was forked: the fork server is at fault
-        if process.pidfd < 0 and self._zygote is not None:
-            self._zygote.end()
-            self._zygote = None
+        if process.pidfd < 0 and self._fork_server is not None:
+            self._fork_server.end()
+            self._fork_server = None
         self._died_s = SYSTEM_CLOCK.boottime_s()
         self._deaths += 1
         over = self._deaths - QUICK_DEATHS_MAX
@@ -318,8 +318,8 @@ class Holder:
     def _give_heir_up(self, why: str) -> None:
         """Abandon the successor. If it still runs, it ends by itself."""
         self._heir.close()
-        self._heirs_zygote.end()
-        self._heir = self._heirs_zygote = None
+        self._heirs_fork_server.end()
+        self._heir = self._heirs_fork_server = None
         self._leave_until_s = 0.0
         log.error("the serving process is not replaced: %s", why)
 
@@ -349,8 +349,8 @@ class Holder:
                 and self._may_be_replaced()
             ):
                 log.info("the serving process is being replaced")
-                self._heirs_zygote = ForkServer(self._words)
-                self._heir = self._heirs_zygote.serve(self._descriptors)
+                self._heirs_fork_server = ForkServer(self._words)
+                self._heir = self._heirs_fork_server.serve(self._descriptors)
 
 
 def _has_ended(pidfd: int) -> bool:

@@ -383,7 +383,7 @@ class ServerConnection:
     """Server side of a connection.
 
     A derived class provides `_send_answer`, and calls `_arrived`, `cancel_request` and, once at the end,
-    `_asker_gone`. It should not read while `_overfull` is True; `_room` is called when that changes.
+    `_client_gone`. It should not read while `_overfull` is True; `_room` is called when that changes.
     """
 
     def __init__(
@@ -485,7 +485,7 @@ class ServerConnection:
         """Number of requests in progress and their bytes."""
         return len(self._in_work), self._work_bytes
 
-    def _asker_gone(self) -> None:
+    def _client_gone(self) -> None:
         in_work, self._in_work = self._in_work, {}
         self._work_bytes = 0
         self._reply_stats.given_up += len(in_work)

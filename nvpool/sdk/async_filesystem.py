@@ -126,6 +126,7 @@ class AsyncFileSystem:
         return Unconnected, (self.origin,)
 
     async def close(self, timeout_s: float = 10.0) -> None:
+        """Store all written bytes and disconnect, within `timeout_s` seconds."""
         timeout_s = timeout("timeout_s", timeout_s)
         try:
             await self._batches.forget()
@@ -239,6 +240,7 @@ class AsyncFileSystem:
         return what.handle
 
     async def read_bytes(self, path: Path) -> bytes:
+        """Return the contents of a file."""
         async with await self.open(path) as file:
             parts = []
             at = 0
@@ -291,6 +293,7 @@ class AsyncFileSystem:
     # -- names -----------------------------------------------------------------------------------------------------------
 
     async def stat(self, path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        """Attributes of a file or directory, as os.stat gives them."""
         with as_os_error(path):
             attr = await find(self.vfs, path, follow=follow_symlinks)
             return stat_result(await self.vfs.getattr(attr.inode))
@@ -301,9 +304,11 @@ class AsyncFileSystem:
         return await self._kind(path) is not None
 
     async def is_dir(self, path: Path) -> bool:
+        """Check that the path leads to a directory. Errors as for `exists`."""
         return await self._kind(path) == stat.S_IFDIR
 
     async def is_file(self, path: Path) -> bool:
+        """Check that the path leads to a regular file. Errors as for `exists`."""
         return await self._kind(path) == stat.S_IFREG
 
     async def _kind(self, path: Path) -> int | None:
@@ -393,6 +398,7 @@ class AsyncFileSystem:
             await self.vfs.unlink(place.parent, place.name, self.caller)
 
     async def rmdir(self, path: Path) -> None:
+        """Remove an empty directory."""
         with as_os_error(path):
             place = await locate(self.vfs, path, follow=False)
             if place.attr is None:
@@ -431,6 +437,7 @@ class AsyncFileSystem:
         await self.vfs.rename(old.parent, old.name, new.parent, new.name, 0, self.caller)
 
     async def link(self, source: Path, target: Path) -> None:
+        """Create the hard link `target` to the file `source`. FileExistsError: `target` exists."""
         with as_os_error(source, target):
             attr = await find(self.vfs, source, follow=False)
             new = await locate(self.vfs, target, follow=False)
@@ -449,6 +456,7 @@ class AsyncFileSystem:
             await self.vfs.symlink(place.parent, place.name, os.fsencode(target), self.caller)
 
     async def readlink(self, path: Path) -> str:
+        """Return the target of a symbolic link."""
         with as_os_error(path):
             attr = await find(self.vfs, path, follow=False)
             if not stat.S_ISLNK(attr.mode):
@@ -475,6 +483,7 @@ class AsyncFileSystem:
             await self.vfs.hand_down(attr.inode, self.caller, replicas=replicas, chunk_bytes=chunk_bytes)
 
     async def chmod(self, path: Path, mode: int) -> None:
+        """Change the permissions. Symbolic links are followed."""
         mode = mode_of(mode)
         with as_os_error(path):
             await self.vfs.setattr((await find(self.vfs, path)).inode, mode=mode, caller=self.caller)
@@ -496,11 +505,13 @@ class AsyncFileSystem:
             )
 
     async def truncate(self, path: Path, size: int) -> None:
+        """Cut the file to `size` bytes, or extend it with zeros."""
         size = size_of(size)
         with as_os_error(path):
             await self.vfs.setattr((await find(self.vfs, path)).inode, size=size, caller=self.caller)
 
     async def getxattr(self, path: Path, name: str) -> bytes:
+        """Return the value of an extended attribute."""
         raw = attribute_name(name)
         with as_os_error(path):
             return await self.vfs.getxattr((await find(self.vfs, path)).inode, raw)
@@ -512,12 +523,14 @@ class AsyncFileSystem:
             await self.vfs.setxattr((await find(self.vfs, path)).inode, raw, content, flags, self.caller)
 
     async def listxattr(self, path: Path) -> builtins.list[str]:
+        """Names of the extended attributes."""
         with as_os_error(path):
             return [
                 os.fsdecode(name) for name in await self.vfs.listxattr((await find(self.vfs, path)).inode)
             ]
 
     async def removexattr(self, path: Path, name: str) -> None:
+        """Remove an extended attribute."""
         raw = attribute_name(name)
         with as_os_error(path):
             await self.vfs.removexattr((await find(self.vfs, path)).inode, raw, self.caller)

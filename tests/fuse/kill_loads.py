@@ -431,8 +431,9 @@ LOADS = {
 def end(held):
     """Unmount; every process has ended then, and no log has an error."""
     nvpool("umount", held.place)
-    programs = [f"mount_{name}" for name in ("daemon", "holder", "notice", "reader", "zygote")]
-    wait_until(lambda: not any(processes(held.place, program) for program in programs), "the end of all")
+    wait_until(
+        lambda: not any(processes(held.place, program) for program in programs.OF_A_MOUNT), "the end of all"
+    )
     held.process.wait(120)
     said = held.log.read_text()
     assert "Traceback" not in said and " ERROR " not in said, said

@@ -18,7 +18,7 @@ import time
 
 import pytest
 
-from nvpool.core.programs import Program, command
+from nvpool.core.programs import OF_A_MOUNT, Program, command
 from tests.fuse.conftest import FLOOR, nvpool, wait_until
 from tests.fuse.kill_loads import end, kill_serving, processes, serving, together
 
@@ -191,9 +191,8 @@ def test_upgrade_under_load_causes_no_error(held, own):
         assert any(
             one["role"] == "holder" and one["mountpoint"] == str(held.place) for one in seen["processes"]
         )
-    programs = [f"mount_{name}" for name in ("daemon", "holder", "notice", "zygote")]
     wait_until(
-        lambda: all(states(pid) != "D" for program in programs for pid in processes(held.place, program)),
+        lambda: all(states(pid) != "D" for program in OF_A_MOUNT for pid in processes(held.place, program)),
         "sleep",
         10,
     )

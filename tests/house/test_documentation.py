@@ -24,9 +24,16 @@ FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE_PATH = re.compile(r"`((?:nvpool|tests|proto|tools|bench|deploy|systemd|\.ci)/[A-Za-z0-9_./-]+)`")
 HEADLESS = re.compile(
-    r"(?:^|[.:|] )(?:\* |\d+\. |\| )?(?:Who|Whoever|Whose|What|Where)\b(?:(?!\n\n)[^.?!|])*\.", re.MULTILINE
+    r"(?:^|[.:|] )(?:\* |\d+\. |\| )?(?:Who(?:ever|se)?|What|Where)\b(?:(?!\n\n)[^.?!|])*\.", re.MULTILINE
 )
 """A sentence that begins with a headless relative clause ("What was stored is kept."), unless it is a question."""
+HEADLESS_DOCSTRING = re.compile(r'^\s*[rf]?"""(?:Who(?:ever|se)?|What|Where)\b.*', re.MULTILINE)
+SOURCES = sorted(
+    path
+    for folder in ("nvpool", "bench", "tools")
+    for path in (ROOT / folder).rglob("*.p[xy]*")
+    if path.suffix in (".py", ".pyx", ".pxd", ".pyi") and path.parent.name != "v1"
+)
 
 
 def named(page):
@@ -96,6 +103,13 @@ def test_pages_are_short(page):
 )
 def test_prose_has_no_headless_clauses(page):
     assert not [found.group().strip() for found in HEADLESS.finditer(sentences(page))]
+
+
+def test_docstrings_have_no_headless_clauses():
+    """The first line only: it is what a reader of the module, of help and of error messages sees."""
+    assert len(SOURCES) > 300
+    found = {named(path): HEADLESS_DOCSTRING.findall(path.read_text()) for path in SOURCES}
+    assert not {path: lines for path, lines in found.items() if lines}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if DOCS in page.parents], ids=named)

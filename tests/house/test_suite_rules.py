@@ -43,6 +43,7 @@ LONG = {
     "test_certificate_renewal",
     "test_systemd_machine",
     "test_node_operations",
+    "test_node_tutorial",
     "test_striped_directory",
     "test_supervisor_endpoints",
     "test_node_failures",

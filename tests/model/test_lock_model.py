@@ -69,9 +69,9 @@ class Locks(RuleBasedStateMachine):
         modes[start : end + 1] = [mode] * (end + 1 - start)
 
     def request(self, client, owner, start, end, mode, again=False, **fields):
-        asker = self.clients[client]
+        caller = self.clients[client]
         request = pb.LockRequest(
-            change=asker.change(owner),
+            change=caller.change(owner),
             inode=self.file,
             kind=RECORD,
             owner=owner,
@@ -80,9 +80,9 @@ class Locks(RuleBasedStateMachine):
             mode=mode,
             **fields,
         )
-        reply = self.run(asker.ask("LOCK", request))
+        reply = self.run(caller.ask("LOCK", request))
         if again:
-            assert self.run(asker.ask("LOCK", request)) == reply
+            assert self.run(caller.ask("LOCK", request)) == reply
         return reply
 
     @rule(

@@ -233,8 +233,8 @@ def remove(pool: str, shard: int, cancel: bool, wait: bool, as_json: bool) -> No
 @shard.command(
     epilog="""\b
 examples:
-  nvpool shard standbys /srv/nvpool 1 1     one standby: one member of two may be lost
-  nvpool shard standbys /srv/nvpool 1 0     none
+  nvpool shard standbys /srv/pool 1 1     one standby: one member of two may be lost
+  nvpool shard standbys /srv/pool 1 0     none
 """
 )
 @pool_argument

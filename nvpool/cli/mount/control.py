@@ -205,7 +205,7 @@ def upgrade(mountpoint: str, wait_s: float = 60.0) -> Upgraded:
                 f"the mount at {mountpoint} does not outlive its process; unmount it, and mount it again"
             )
         signal.pidfd_send_signal(next(iter(holders.values())), signal.SIGUSR1)
-        zygote = 0
+        fork_server = 0
         while SYSTEM_CLOCK.boottime_s() < deadline_s:
             now = _daemons_of(place, {Program.MOUNT, Program.MOUNT_FORK_SERVER})
             for pidfd in now.values():
@@ -215,12 +215,14 @@ def upgrade(mountpoint: str, wait_s: float = 60.0) -> Upgraded:
             if serving and not now.keys() & before.keys() and look_at(place) == "alive":
                 pid = max(serving)
                 return Upgraded(pid, _pause_of(pid))
-            if zygote and zygote not in now:
+            if fork_server and fork_server not in now:
                 raise Unavailable(
                     f"the new process for {mountpoint} has ended before it could go on; the old one does, and "
                     "the log of the mount has the reason"
                 )
-            zygote = zygote or next((pid for pid in newer if _runs(pid, {Program.MOUNT_FORK_SERVER})), 0)
+            fork_server = fork_server or next(
+                (pid for pid in newer if _runs(pid, {Program.MOUNT_FORK_SERVER})), 0
+            )
             pause(0.02)
         raise DeadlineExceeded(
             f"the mount at {mountpoint} was not taken over within {wait_s:.0f} s; its log has the reason"

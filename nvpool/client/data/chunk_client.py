@@ -68,7 +68,7 @@ from nvpool.core.units import BLOCK_BYTES, KIB, MIB, SLOTS_PER_SESSION
 from nvpool.poolmap.model import Chain
 from nvpool.rpc.messages.read_write_codec import (
     ALL_OF_BLOCKS,
-    ASKER_KEEPS,
+    CLIENT_CACHES,
     decode_read_reply,
     decoded,
     encode_read_request,
@@ -127,7 +127,7 @@ class ChunkClient:
         self._slots = list(range(SLOTS_PER_SESSION))
         self._slot_waiters: deque[asyncio.Future] = deque()
         self._tasks: set[asyncio.Task] = set()
-        self._read_flags = ASKER_KEEPS if options.direct_reads else 0
+        self._read_flags = CLIENT_CACHES if options.direct_reads else 0
         self._held: list[ReadQueue] | None = None  # target queues with reads that wait for send_held
         self.replicas = Replicas(view, clock, dialer.greeting.host_id, options.rack, self.lane)
         self.hedging = Hedging(clock, self._is_late, self._look_for_slow)

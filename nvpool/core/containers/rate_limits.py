@@ -20,7 +20,7 @@ class RateLimits:
         self._per_s = per_s
         self._clock = clock
         self._buckets: dict[str, tuple[float, float]] = {}
-        """What is left for a key, and when it was."""
+        """Key -> what was left for it, and when."""
 
     def take(self, key: str = _OTHERS) -> bool:
         """Take one for this key; return whether there was one."""

@@ -104,9 +104,9 @@ def attachments(view: View, number: int) -> list[str]:
 
 
 def state_of(
-    view: View, number: int, record: VolumeRecord, use: VolumeUse, asker: str = ""
+    view: View, number: int, record: VolumeRecord, use: VolumeUse, caller: str = ""
 ) -> pb.VolumeState:
-    """State of the volume as the asker sees it: a client ("" is a node) learns no other client's rights."""
+    """State of the volume as the caller sees it: a client ("" is a node) learns no other client's rights."""
     state = pb.VolumeState(
         inode=number,
         name=record.name,
@@ -127,7 +127,7 @@ def state_of(
     state.grants.extend(
         pb.VolumeGrant(client=member, write=write)
         for member, write in record.grants
-        if not asker or member == asker
+        if not caller or member == caller
     )
     raw = view.get(inode_key(number))  # readable by everybody, even if the caller may not enter the volume
     if raw is not None:

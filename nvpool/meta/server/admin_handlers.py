@@ -99,7 +99,7 @@ class AdminHandlers:
 
     def _reply_in_steps(self, call: Call, steps: Iterator, note: Callable[[Any], None] | None = None) -> None:
         """Run a generator of reply steps. `note` is called with the reply before the reply is sent."""
-        access, asker = self._view.access, self._view.access.asker
+        access, caller = self._view.access, self._view.access.caller
         reply = next(steps)
         if reply is not None:
             if note is not None:
@@ -110,11 +110,11 @@ class AdminHandlers:
         async def go_on() -> None:
             try:
                 while True:
-                    access.asker = asker
+                    access.caller = caller
                     try:
                         found = next(steps, self)
                     finally:
-                        access.asker = None
+                        access.caller = None
                     if found is self:
                         return
                     if found is not None:

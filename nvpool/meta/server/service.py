@@ -377,7 +377,7 @@ class MetaService(AdminHandlers, SessionHandlers, VolumeHandlers):
         try:
             caller = self._callers.check(call)
             if access is not None and access.restricted:
-                access.asker = caller.owner
+                access.caller = caller.owner
             if caller.user is not None and self._state == "serving":
                 check_shards(self._view)
             route = self._routes.get(call.method)
@@ -401,7 +401,7 @@ class MetaService(AdminHandlers, SessionHandlers, VolumeHandlers):
             call.fail(error)
         finally:
             if access is not None:
-                access.asker = None
+                access.caller = None
 
     def _refuse_by_state(self, method: int) -> None:
         if self._state == "fenced":
@@ -557,7 +557,7 @@ class MetaService(AdminHandlers, SessionHandlers, VolumeHandlers):
             span = coordinator.begin(session.identity)
 
             def decide_for(*known: Any) -> Draft:
-                access.asker = self._owner(call)
+                access.caller = self._owner(call)
                 return decide(*known)
 
             try:
@@ -590,7 +590,7 @@ class MetaService(AdminHandlers, SessionHandlers, VolumeHandlers):
                     self._keep_refusal(session, slot, sequence, mark, error)
                 raise
             finally:
-                access.asker = None
+                access.caller = None
                 coordinator.end(span)
 
         self._cross_shard.begin(call, (session.number, index), carry_out)

@@ -160,8 +160,8 @@ class LockTable:
             waiter = None
         if not mode or file is None:
             return self._take(inode, owner, start, end, mode, pid, waiter)
-        asker = waiter or Waiter(0, inode, owner, start, end, mode, pid, self._now_s())
-        if not self._is_blocked(file, asker, wait):
+        candidate = waiter or Waiter(0, inode, owner, start, end, mode, pid, self._now_s())
+        if not self._is_blocked(file, candidate, wait):
             return self._take(inode, owner, start, end, mode, pid, waiter)
         if owner.kind == WHOLE and owner in file.spans:
             # flock(2): the owner's own lock is given up first, or two owners that want more would wait for
@@ -171,15 +171,15 @@ class LockTable:
             step = LockDecision(inode, owner, False)
         if not wait:
             return step
-        if owner.kind == RECORD and self._closes_a_circle(file, asker):
+        if owner.kind == RECORD and self._closes_a_circle(file, candidate):
             raise WouldDeadlock()
         if waiter is None and (
             len(self._waiters) >= WAITERS_MAX
             or self._waits_by_session.get(owner.session, 0) >= WAITERS_PER_SESSION_MAX
         ):
             raise TooManyLocks(f"{len(self._waiters)} processes wait for locks already")
-        asker.ticket = asker.ticket or self._next_ticket
-        return step._replace(waiter=asker)
+        candidate.ticket = candidate.ticket or self._next_ticket
+        return step._replace(waiter=candidate)
 
     def _take(
         self, inode: int, owner: Owner, start: int, end: int, mode: int, pid: int, waiter: Waiter | None
@@ -280,26 +280,37 @@ class LockTable:
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
-    def _is_blocked(self, file: _LockedFile, asker: Waiter, wait: bool) -> bool:
-        if next(self._conflicts(file, asker.owner, asker.start, asker.end, asker.mode), None) is not None:
+    def _is_blocked(self, file: _LockedFile, candidate: Waiter, wait: bool) -> bool:
+        if (
+            next(self._conflicts(file, candidate.owner, candidate.start, candidate.end, candidate.mode), None)
+            is not None
+        ):
             return True
-        if not wait or asker.has_turn or asker.owner in file.spans or self._now_s() - asker.born_s >= FAIR_S:
+        if (
+            not wait
+            or candidate.has_turn
+            or candidate.owner in file.spans
+            or self._now_s() - candidate.born_s >= FAIR_S
+        ):
             return False
         for earlier in file.queue:
-            if earlier is asker:
+            if earlier is candidate:
                 break
-            if _stand_against(earlier, asker.owner, asker.start, asker.end, asker.mode):
+            if _stand_against(earlier, candidate.owner, candidate.start, candidate.end, candidate.mode):
                 return True
         return False
 
-    def _closes_a_circle(self, file: _LockedFile, asker: Waiter) -> bool:
-        """Whether the request closes a deadlock: a conflicting owner waits, directly or not, for the asker's
+    def _closes_a_circle(self, file: _LockedFile, candidate: Waiter) -> bool:
+        """Whether the request closes a deadlock: a conflicting owner waits, directly or not, for the caller's
         lock."""
         seen: set[Owner] = set()
-        left = [one.owner for one in self._conflicts(file, asker.owner, asker.start, asker.end, asker.mode)]
+        left = [
+            one.owner
+            for one in self._conflicts(file, candidate.owner, candidate.start, candidate.end, candidate.mode)
+        ]
         while left:
             owner = left.pop()
-            if owner == asker.owner:
+            if owner == candidate.owner:
                 return True
             if owner in seen:
                 continue

@@ -348,7 +348,7 @@ class View:
                 table,
                 self.map_epoch & EPOCH_MASK,
                 volume_tag(volume),
-                member_tag(self.access.asker or ""),
+                member_tag(self.access.caller or ""),
             ),
             self.grant_secret,
         )

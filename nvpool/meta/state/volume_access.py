@@ -3,7 +3,7 @@
 They are checked only for volumes that restrict something, so that all other volumes cost nothing.
 `restricted` holds the volumes of this shard that are sealed, listed or being removed; `encrypted` those that
 are encrypted. Requests about everything that a shard has are for nodes anyway (rpc/access_control). The
-service says on whose behalf it decides (`asker`). Its own work (fsck, the collector, removal) has no asker
+service says on whose behalf it decides (`caller`). Its own work (fsck, the collector, removal) has no caller
 and may do everything. Used by `meta/state/transaction`; part of `View`.
 """
 
@@ -33,50 +33,50 @@ _FOR_READERS = (
 )
 
 
-def right_of(asker: str, record: VolumeRecord) -> bool | None:
-    """Whether the asker ("" is a node) may write in the volume; None: not even read."""
-    return dict(record.grants).get(asker) if asker and record.flags & LISTED else True
+def right_of(caller: str, record: VolumeRecord) -> bool | None:
+    """Whether the caller ("" is a node) may write in the volume; None: not even read."""
+    return dict(record.grants).get(caller) if caller and record.flags & LISTED else True
 
 
-def check_action(asker: str, record: VolumeRecord, request: pb.VolumeRequest) -> None:
-    """AccessDenied: the asker may not send this admin command.
+def check_action(caller: str, record: VolumeRecord, request: pb.VolumeRequest) -> None:
+    """AccessDenied: the caller may not send this admin command.
 
     Rights are granted and revoked on nodes of the pool. In a listed volume only clients that may write there
     change anything else, and clients that may read report that they use the volume.
     """
     action = request.action
-    if not asker:
+    if not caller:
         return
     if action == pb.VolumeRequest.REWRAP:
-        raise AccessDenied(f"{asker} is a client: keys of volumes are rewrapped on a node of the pool")
+        raise AccessDenied(f"{caller} is a client: keys of volumes are rewrapped on a node of the pool")
     if action in (pb.VolumeRequest.GRANT, pb.VolumeRequest.REVOKE) or request.HasField("listed"):
         raise AccessDenied(
-            f"{asker} is a client: rights to volumes are given and taken on a node of the pool"
+            f"{caller} is a client: rights to volumes are given and taken on a node of the pool"
         )
-    right = right_of(asker, record)
+    right = right_of(caller, record)
     if right is None or (not right and action not in _FOR_READERS):
         raise AccessDenied(
-            f"{asker} has no right to do that with volume {record.name}; an operator gives one"
+            f"{caller} has no right to do that with volume {record.name}; an operator gives one"
         )
 
 
-def check_trash(asker: str, record: VolumeRecord, change: bool) -> None:
-    """AccessDenied, ReadOnly: the asker may not look into the trash, or may not change it."""
-    right = right_of(asker, record)
+def check_trash(caller: str, record: VolumeRecord, change: bool) -> None:
+    """AccessDenied, ReadOnly: the caller may not look into the trash, or may not change it."""
+    right = right_of(caller, record)
     if right is None or (change and not right):
-        raise AccessDenied(f"{asker} has no right to do that with the trash of volume {record.name}")
+        raise AccessDenied(f"{caller} has no right to do that with the trash of volume {record.name}")
     if change and record.flags & SEALED:
         raise ReadOnly(f"volume {record.name} is sealed: what is in it stays as it is")
 
 
 class VolumeAccess:
-    """Access checks of one shard, for the asker on whose behalf the shard decides now."""
+    """Access checks of one shard, for the caller on whose behalf the shard decides now."""
 
     def __init__(self) -> None:
         self.restricted: dict[int, VolumeRecord] = {}
         self.encrypted: dict[int, bytes] = {}
         """Wrapped keys of the encrypted volumes."""
-        self.asker: str | None = None
+        self.caller: str | None = None
         """Member of the pool on whose behalf the shard decides; "" for rights of a node; None for the shard
         itself."""
         self.taken: frozenset[tuple[int, str]] = frozenset()
@@ -107,22 +107,22 @@ class VolumeAccess:
         return record is not None and bool(record.flags & SEALED)
 
     def check(self, number: int) -> None:
-        """NotFound, AccessDenied: the asker may not see the contents of the volume."""
+        """NotFound, AccessDenied: the caller may not see the contents of the volume."""
         record = self.restricted.get(number)
-        if record is None or self.asker is None:
+        if record is None or self.caller is None:
             return
         if record.flags & REMOVING:
             raise NotFound(f"volume {record.name} is being removed")
-        if record.flags & LISTED and self.asker and self._granted(record) is None:
+        if record.flags & LISTED and self.caller and self._granted(record) is None:
             if self._was_taken(number):
-                raise AccessDenied(f"the right of {self.asker} to volume {record.name} was taken back")
+                raise AccessDenied(f"the right of {self.caller} to volume {record.name} was taken back")
             raise AccessDenied(
-                f"{self.asker} has no right to volume {record.name}; an operator gives one: nvpool volume grant "
-                f"POOL {record.name} {self.asker} ro (or rw)"
+                f"{self.caller} has no right to volume {record.name}; an operator gives one: nvpool volume grant "
+                f"POOL {record.name} {self.caller} ro (or rw)"
             )
 
     def may_see(self, number: int) -> bool:
-        """Whether `check` lets the asker pass; number 0 stands for no volume."""
+        """Whether `check` lets the caller pass; number 0 stands for no volume."""
         if number in self.restricted:
             try:
                 self.check(number)
@@ -133,20 +133,20 @@ class VolumeAccess:
     def check_change(self, number: int) -> None:
         """As `check`, for a change of the contents. ReadOnly: the volume is sealed."""
         record = self.restricted.get(number)
-        if record is None or self.asker is None:
+        if record is None or self.caller is None:
             return
         self.check(number)
         if record.flags & SEALED:
             raise ReadOnly(f"volume {record.name} is sealed: what is in it stays as it is")
-        if record.flags & LISTED and self.asker and not self._granted(record):
+        if record.flags & LISTED and self.caller and not self._granted(record):
             raise AccessDenied(
-                f"{self.asker} may only read in volume {record.name}"
+                f"{self.caller} may only read in volume {record.name}"
                 f"{': its right to write was taken back' if self._was_taken(number) else ''}"
             )
 
     def _was_taken(self, number: int) -> bool:
-        return (number, self.asker) in self.taken
+        return (number, self.caller) in self.taken
 
     def _granted(self, record: VolumeRecord) -> bool | None:
-        """Whether the asker may write; None: not even read."""
-        return dict(record.grants).get(self.asker or "")
+        """Whether the caller may write; None: not even read."""
+        return dict(record.grants).get(self.caller or "")

@@ -138,7 +138,7 @@ class VolumeHandlers:
         self._sessions.of(pb.VolumesRequest.FromString(call.message).session, self._owner(call))
         self._reply_in_steps(call, self._listed_volumes(self._owner(call)))
 
-    def _listed_volumes(self, asker: str) -> Iterator[pb.VolumesReply | None]:
+    def _listed_volumes(self, caller: str) -> Iterator[pb.VolumesReply | None]:
         """All volumes for a node (""); for a client those to which it has a right."""
         reply, view, steps = pb.VolumesReply(), self._view, 0
         for partition in range(PARTITION_COUNT):
@@ -150,9 +150,9 @@ class VolumeHandlers:
                 number = volume_of_key(key)
                 try:
                     record = decode_volume(raw)
-                    if right_of(asker, record) is not None:
+                    if right_of(caller, record) is not None:
                         use = volume_requests.use_of(view, number)
-                        reply.volumes.append(volume_requests.state_of(view, number, record, use, asker))
+                        reply.volumes.append(volume_requests.state_of(view, number, record, use, caller))
                 except CorruptRecord:
                     continue  # left to fsck
             steps += 1
@@ -228,12 +228,12 @@ class VolumeHandlers:
         call.reply(reply.SerializeToString())
 
     def _carry_out(
-        self, request: _Request, record: VolumeRecord, use: volume_requests.VolumeUse, asker: str
+        self, request: _Request, record: VolumeRecord, use: volume_requests.VolumeUse, caller: str
     ) -> None:
-        """Apply the command of the asker. Nothing waits in here."""
+        """Apply the command of the caller. Nothing waits in here."""
         number, action, access = request.inode, request.action, self._view.access
         if action in (_Request.ATTACH, _Request.DETACH):
-            self._attach(request, record, asker)
+            self._attach(request, record, caller)
             return
         if action == _Request.SET:
             new = volume_requests.limited(record, use, self._view.rooms.promised(number), request)
@@ -265,7 +265,7 @@ class VolumeHandlers:
         if (new.flags, new.grants) != (record.flags, record.grants):
             self._watches.end_all()  # a client that lost its right must not rely on cached state
 
-    def _attach(self, request: _Request, record: VolumeRecord, asker: str) -> None:
+    def _attach(self, request: _Request, record: VolumeRecord, caller: str) -> None:
         """Add or remove an attachment.
 
         A client that may only read in the volume removes no attachment that another member is known to have
@@ -276,22 +276,22 @@ class VolumeHandlers:
         key = volume_requests.attached_key(request.inode, holder)
         there = self._view.get(key) is not None
         added = self._attached_by.get(request.inode, {})
-        only_reads = right_of(asker, record) is False
+        only_reads = right_of(caller, record) is False
         if request.action == _Request.DETACH:
             if not there:
                 return
-            owner = added.get(holder, asker)
-            if only_reads and owner != asker and not self._has_left(owner):
+            owner = added.get(holder, caller)
+            if only_reads and owner != caller and not self._has_left(owner):
                 raise AccessDenied(
-                    f"{asker} may only read in volume {record.name}, and {owner or 'a node of the pool'} has "
+                    f"{caller} may only read in volume {record.name}, and {owner or 'a node of the pool'} has "
                     f"attached it to {request.holder}; detach it from there, or from a node of the pool"
                 )
             self._kv.apply([(key, None)], reclaims=True)
             added.pop(holder, None)
         elif not there:
-            if only_reads and sum(owner == asker for owner in added.values()) >= READER_ATTACHMENTS_MAX:
+            if only_reads and sum(owner == caller for owner in added.values()) >= READER_ATTACHMENTS_MAX:
                 raise InUse(
-                    f"{asker}, which may only read in volume {record.name}, has attached it "
+                    f"{caller}, which may only read in volume {record.name}, has attached it "
                     f"{READER_ATTACHMENTS_MAX} times already, which is the most; detach it where it is not used"
                 )
             if len(volume_requests.attachments(self._view, request.inode)) >= ATTACHMENTS_MAX:
@@ -299,7 +299,7 @@ class VolumeHandlers:
                     f"volume {record.name} is attached {ATTACHMENTS_MAX} times already, which is the most"
                 )
             self._kv.apply([(key, encode_attached(self._clock.wall_ns()))])
-            self._attached_by.setdefault(request.inode, {})[holder] = asker
+            self._attached_by.setdefault(request.inode, {})[holder] = caller
 
     def _has_left(self, member: str) -> bool:
         """Whether the member was removed from the pool, as far as the pool map says."""
@@ -437,70 +437,70 @@ class VolumeHandlers:
         number = request.inode
         self._check_here(number)
         record, _ = volume_requests.read_volume(self._view, number)
-        asker = self._owner(call)
-        check_trash(asker, record, request.action != pb.TrashRequest.LIST)
+        caller = self._owner(call)
+        check_trash(caller, record, request.action != pb.TrashRequest.LIST)
         if request.action == pb.TrashRequest.LIST:
             call.reply(trash.listed(self._view, request, TRASH_LISTED).SerializeToString())
         elif request.action == pb.TrashRequest.RESTORE:
-            self._waits.add(call, lambda: self._restore(request, session, asker), lambda: call.reply(b""))
+            self._waits.add(call, lambda: self._restore(request, session, caller), lambda: call.reply(b""))
         else:
             reply = pb.TrashReply()
             self._waits.add(
                 call,
-                lambda: self._purge_on_request(request, session, reply, asker),
+                lambda: self._purge_on_request(request, session, reply, caller),
                 lambda: call.reply(reply.SerializeToString()),
             )
 
-    async def _restore(self, request: pb.TrashRequest, session: int, asker: str) -> None:
+    async def _restore(self, request: pb.TrashRequest, session: int, caller: str) -> None:
         def decide(view: View, now_ns: int) -> Draft:
-            _check_trash_still(view, request.inode, asker)
+            _check_trash_still(view, request.inode, caller)
             return trash.restored(view, request, now_ns)
 
         await self._mend(decide, session)
         await self._kv.sync()
 
     async def _purge_on_request(
-        self, request: pb.TrashRequest, session: int, reply: pb.TrashReply, asker: str
+        self, request: pb.TrashRequest, session: int, reply: pb.TrashReply, caller: str
     ) -> None:
         """Purge one entry, or some of all entries; `next` in the reply says that there are more."""
         while True:
             try:
-                await self._purge_asked(request, session, reply, asker)
+                await self._purge_asked(request, session, reply, caller)
                 break
             except LockedRecord as held:
                 await held.wait()
         await self._kv.sync()
 
     async def _purge_asked(
-        self, request: pb.TrashRequest, session: int, reply: pb.TrashReply, asker: str
+        self, request: pb.TrashRequest, session: int, reply: pb.TrashReply, caller: str
     ) -> None:
         self._check_here(request.inode)
         if request.entry:
             if self._view.get(trash.trash_key(request.inode, request.entry)) is None:
                 raise NotFound(f"inode {request.entry} is not in the trash of the volume")
-            reply.purged = await self._purge(request.inode, [request.entry], session, asker)
+            reply.purged = await self._purge(request.inode, [request.entry], session, caller)
         else:
             while reply.purged < PURGED_PER_REQUEST:
                 pairs = self._view.scan(*trash.trash_range(request.inode), STEP)
                 if not pairs:
                     break
                 reply.purged += await self._purge(
-                    request.inode, [trash.inode_of_trash_key(key) for key, _ in pairs], session, asker
+                    request.inode, [trash.inode_of_trash_key(key) for key, _ in pairs], session, caller
                 )
             else:
                 reply.next = 1
 
-    async def _purge(self, volume: int, inodes: list[int], session: int, asker: str | None = None) -> int:
+    async def _purge(self, volume: int, inodes: list[int], session: int, caller: str | None = None) -> int:
         """Remove these inodes from the trash after a recall of all leases on them. Return the count.
 
-        `asker`: caller whose right is checked after the recall; None: the shard itself. AccessDenied,
+        `caller`: client whose right is checked after the recall; None: the shard itself. AccessDenied,
         ReadOnly: it has lost the right, or the volume was sealed. Held, WrongShard, Unavailable: this shard
         cannot purge them now.
         """
         if not await self._may_change(volume, session, lambda: inodes):
             self._check_here(volume)
-        if asker is not None:
-            _check_trash_still(self._view, volume, asker)
+        if caller is not None:
+            _check_trash_still(self._view, volume, caller)
         draft = trash.purged(self._view, volume, inodes, self._clock.wall_ns())
         effects = draft.finish()
         if effects:
@@ -583,6 +583,6 @@ class VolumeHandlers:
         return gone
 
 
-def _check_trash_still(view: View, volume: int, asker: str) -> None:
+def _check_trash_still(view: View, volume: int, caller: str) -> None:
     """As `check_trash`, for a change that has waited since the caller's right was checked."""
-    check_trash(asker, volume_requests.read_volume(view, volume)[0], True)
+    check_trash(caller, volume_requests.read_volume(view, volume)[0], True)

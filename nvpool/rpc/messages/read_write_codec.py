@@ -44,7 +44,7 @@ INODE = Struct("<Q")
 BATCH_ENTRIES_MAX = 8192
 """Most entries of a batch: 8,192 reads of one block are the largest payload."""
 
-ASKER_KEEPS = 1
+CLIENT_CACHES = 1
 """Flag of a read: the client caches the data itself, so the drive's cache need not keep them."""
 ALL_OF_BLOCKS = 1
 """Flag of a write: the file has no other bytes in the blocks it changes in part.

@@ -55,7 +55,7 @@ _frame = load_compiled("nvpool.rpc.transports._frame")
 class ReplyFastPath(_ClientEnd):
     """Mixin for client connections: dispatches successful replies in one compiled step (`_frame.hear`).
 
-    List it before _End and Asker of rpc/transports/stream in the bases. Without the compiled module it has no
+    List it before _End and ClientConnection of rpc/transports/stream in the bases. Without the compiled module it has no
     effect.
     """
 
@@ -73,7 +73,7 @@ class ReplyFastPath(_ClientEnd):
 class RequestFastPath(_ServerEnd):
     """Mixin for server connections: lets the handler answer received frames on its fast path.
 
-    List it before _End and Answerer of rpc/transports/stream in the bases. Connections of a peer that is not
+    List it before _End and ServerConnection of rpc/transports/stream in the bases. Connections of a peer that is not
     trusted share a time slice; see limits.Share.takes_turn.
     """
 

@@ -371,7 +371,7 @@ class _GrpcServed(_Sending, ServerConnection):
         finally:
             self._ended = True
             self._listener.connections.discard(self)
-            self._asker_gone()
+            self._client_gone()
             for task in (reader, writer):
                 task.cancel()
             await asyncio.wait([reader, writer])

@@ -163,7 +163,7 @@ class _InprocServed(ServerConnection):
 
     def end(self) -> None:
         self._listener.connections.discard(self)
-        self._asker_gone()
+        self._client_gone()
 
     async def drain(self, drain_s: float) -> None:
         await self._drained(drain_s)

@@ -520,7 +520,7 @@ class StreamServed(RequestFastPath, _End, ServerConnection):
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         self._listener.connections.discard(self)
-        self._asker_gone()
+        self._client_gone()
         if self._entered is not None:
             self._entered.leave()
         if self._transport.get_write_buffer_size():  # the peer may never take it

@@ -29,7 +29,7 @@ from nvpool.core.errors import (
 )
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.kv.api import Kv
-from nvpool.rpc.messages.read_write_codec import ASKER_KEEPS
+from nvpool.rpc.messages.read_write_codec import CLIENT_CACHES
 from nvpool.store.chunks.api import (
     ALL_INODES,
     READ_BATCH_BYTES_MAX,
@@ -268,7 +268,7 @@ class BlockBatchReader:
             for begin, count in zeros:
                 into[begin : begin + count] = bytes(count)
             if offsets:
-                batch.missed = self._device.read_now(offsets, lengths, positions, into, _asker_keeps(reads))
+                batch.missed = self._device.read_now(offsets, lengths, positions, into, _client_caches(reads))
             if batch.missed and theirs is not None:  # the client may go before the drive answers
                 into = self._device.buffer(at)
                 if zeros or len(batch.missed) < len(offsets):
@@ -350,7 +350,7 @@ class BlockBatchReader:
                 [work.lengths[at] for at in missed],
                 [work.positions[at] for at in missed],
                 work.into,
-                _asker_keeps(work.reads),
+                _client_caches(work.reads),
                 partial(self._came, batch, number, on_done),
             )
         except BaseException:
@@ -414,9 +414,9 @@ class BlockBatchReader:
                 work.failed[read] = ChecksumMismatch
 
 
-def _asker_keeps(reads: bytes) -> bool:
+def _client_caches(reads: bytes) -> bool:
     """Whether the client caches the data. A batch has one client, so its first read says so."""
-    return bool(READ.unpack_from(reads)[5] & ASKER_KEEPS)
+    return bool(READ.unpack_from(reads)[5] & CLIENT_CACHES)
 
 
 def extend_runs(runs: list[list[int]], place: int, count: int) -> None:

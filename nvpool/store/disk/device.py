@@ -80,11 +80,11 @@ class Device(Protocol):
         lengths: Sequence[int],
         positions: Sequence[int],
         into: memoryview,
-        asker_keeps: bool = False,
+        client_caches: bool = False,
     ) -> list[int]:
         """Read each (offset, length) to its position in `into`; return the indexes of reads that must wait.
 
-        `asker_keeps` says that the client caches the data, so this machine's page cache need not.
+        `client_caches` says that the client caches the data, so this machine's page cache need not.
         """
 
     async def read(
@@ -98,7 +98,7 @@ class Device(Protocol):
         lengths: Sequence[int],
         positions: Sequence[int],
         into: memoryview,
-        asker_keeps: bool,
+        client_caches: bool,
         on_done: Callable[[Outcome], None],
     ) -> None:
         """Start reads like `read`, without a task.
@@ -207,16 +207,16 @@ class FileDevice:
     def writes(self) -> str:
         return "direct" if self.direct_write_bytes else "cached"
 
-    def read_now(self, offsets, lengths, positions, into, asker_keeps=False) -> list[int]:
-        if self.direct or (asker_keeps and self.direct_reads.wants(offsets, lengths)):
+    def read_now(self, offsets, lengths, positions, into, client_caches=False) -> list[int]:
+        if self.direct or (client_caches and self.direct_reads.wants(offsets, lengths)):
             return list(range(len(offsets)))
         return blockio_reader.read_now(self.fd, offsets, lengths, positions, into)
 
     async def read(self, offsets, lengths, positions, into) -> list[NvpoolError | None]:
         return await self._reader.read(self.fd, offsets, lengths, positions, into)
 
-    def begin_read(self, offsets, lengths, positions, into, asker_keeps, on_done) -> None:
-        if asker_keeps and not self.direct and self.direct_reads.wants(offsets, lengths):
+    def begin_read(self, offsets, lengths, positions, into, client_caches, on_done) -> None:
+        if client_caches and not self.direct and self.direct_reads.wants(offsets, lengths):
             self.direct_reads.begin(offsets, lengths, positions, into, on_done)
         else:
             self._reader.begin(self.fd, offsets, lengths, positions, into, on_done)
@@ -417,7 +417,7 @@ class MemoryDevice:
                 block if block is not None else bytes(BLOCK_BYTES)
             )
 
-    def read_now(self, offsets, lengths, positions, into, asker_keeps=False) -> list[int]:
+    def read_now(self, offsets, lengths, positions, into, client_caches=False) -> list[int]:
         missed = []
         for at, offset in enumerate(offsets):
             if self.cold or offset // BLOCK_BYTES in self.fail_reads:
@@ -430,7 +430,7 @@ class MemoryDevice:
         await asyncio.sleep(0)
         return self._read(offsets, lengths, positions, into)
 
-    def begin_read(self, offsets, lengths, positions, into, asker_keeps, on_done) -> None:
+    def begin_read(self, offsets, lengths, positions, into, client_caches, on_done) -> None:
         asyncio.get_running_loop().call_soon(lambda: on_done(self._read(offsets, lengths, positions, into)))
 
     def _read(self, offsets, lengths, positions, into) -> Outcome:

@@ -21,7 +21,7 @@ from nvpool.core.grants import CLOCK_SKEW_S, READ, SERVICE
 from nvpool.blockio._uring cimport Ring
 from nvpool.blockio.uring_reader import AGAIN_S
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REPLY, REQUEST, is_head, put_head
-from nvpool.rpc.messages.read_write_codec import ASKER_KEEPS
+from nvpool.rpc.messages.read_write_codec import CLIENT_CACHES
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
 from nvpool.rpc.transports.frame import EMPTY
 from nvpool.rpc.v1.wire_pb2 import DATA_READ, DATA_WRITE
@@ -86,7 +86,7 @@ cdef long may_read = READ, serves_all = SERVICE
 cdef uint16_t method_of_reads = DATA_READ, method_of_writes = DATA_WRITE
 cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX
 cdef object method_key = DATA_READ
-cdef uint8_t asker_keeps = ASKER_KEEPS
+cdef uint8_t client_caches = CLIENT_CACHES
 
 
 cdef uint8_t *rooms[ROOMS_MAX]
@@ -340,7 +340,7 @@ cdef class FastReads:
         cdef int wide = count >= 32  # the length of its checksums takes two bytes
         cdef Py_ssize_t message_bytes = 29 + wide + count * 4, before = HEADER_BYTES + message_bytes, start = 0
         cdef int fd = -1
-        if count > BLOCKS_MAX and entry[22] & asker_keeps and self._has_ring and self._inside < RING_ENTRIES:
+        if count > BLOCKS_MAX and entry[22] & client_caches and self._has_ring and self._inside < RING_ENTRIES:
             fd = self._direct_reads.descriptor_for(place << 12, length)
         cdef uint8_t *to
         if count > BLOCKS_MAX:

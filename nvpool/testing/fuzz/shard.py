@@ -66,7 +66,7 @@ _CLIENT = "client/fuzz.0a1b2c3d"
 class Kind(NamedTuple):
     peer: Peer
     protects: str
-    """What the caller must not change.
+    """State that the caller must not change.
 
     "volumes": the content of those in which it has no right to write. "all": everything but its own
     directory. "sessions": those of others, in a shard without access control, where requests take the fast

@@ -707,8 +707,8 @@ def read_while_written(least_s):
 # -- access to descriptors --------------------------------------------------------------------------------------------------
 
 
-def asker(path: str, uid: int = 0, gid: int = 0, groups: tuple[int, ...] = ()) -> str:
-    """What a process of another user receives at `path`."""
+def descriptors_for(path: str, uid: int = 0, gid: int = 0, groups: tuple[int, ...] = ()) -> str:
+    """Result of a process of another user that takes descriptors at `path`."""
     program = (
         "import asyncio, os, sys; from nvpool.rpc.fd_passing import take\n"
         f"asyncio; os.setgroups({list(groups)}); os.setgid({gid}); os.setuid({uid})\n"
@@ -731,14 +731,16 @@ def test_descriptors_are_for_root_and_the_configured_group():
         handover.start()
         try:
             assert os.stat(path).st_mode & 0o777 == 0o660 and os.stat(path).st_gid == group
-            assert await asyncio.to_thread(asker, path) == "given hello 1"
-            assert await asyncio.to_thread(asker, path, 65534, 65534) == "AccessDenied", (
+            assert await asyncio.to_thread(descriptors_for, path) == "given hello 1"
+            assert await asyncio.to_thread(descriptors_for, path, 65534, 65534) == "AccessDenied", (
                 "by the mode of the socket"
             )
             os.chmod(path, 0o666)
-            assert await asyncio.to_thread(asker, path, 65534, 65534) == "AccessDenied", "by its credentials"
-            assert await asyncio.to_thread(asker, path, 65534, 65534, (group,)) == "given hello 1"
-            assert await asyncio.to_thread(asker, path, 65534, group) == "given hello 1"
+            assert await asyncio.to_thread(descriptors_for, path, 65534, 65534) == "AccessDenied", (
+                "by its credentials"
+            )
+            assert await asyncio.to_thread(descriptors_for, path, 65534, 65534, (group,)) == "given hello 1"
+            assert await asyncio.to_thread(descriptors_for, path, 65534, group) == "given hello 1"
         finally:
             handover.close()
         assert not os.listdir(directory)

@@ -315,10 +315,10 @@ async def test_failed_sync_of_a_cancelled_flush_fences_the_store(one):
 
     await put(store, 1, 0, 0, b"x")
     one.device.sync = fail
-    asker = asyncio.ensure_future(store.flush())
+    flush = asyncio.ensure_future(store.flush())
     await begun.wait()
-    asker.cancel()
-    await asyncio.gather(asker, return_exceptions=True)
+    flush.cancel()
+    await asyncio.gather(flush, return_exceptions=True)
     go.set()
     with pytest.raises(Fenced):
         await store.flush()

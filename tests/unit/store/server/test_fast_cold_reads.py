@@ -238,7 +238,7 @@ async def test_closed_connection_gets_no_reply_and_keeps_its_memory(cold):
     gone = Later(cold.service)
     cold.begin(*[cold.bench.frame(block, number=block + 1) for block in range(20)], side=gone)
     cold.begin(cold.bench.frame(30, number=1), cold.bench.frame(31, number=2))
-    gone._asker_gone()
+    gone._client_gone()
     cold.side.cancel_request(2)
     assert await cold.come() == await cold.expected(cold.bench.frame(30, number=1))
     assert not gone.sent and gone._reply_stats.given_up == 20 and cold.side._reply_stats.given_up == 1

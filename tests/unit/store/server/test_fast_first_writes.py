@@ -40,7 +40,7 @@ OWN_KEYS = (b"F", b"V")
 """Numbers and verifier of the index, which differ between stores."""
 
 
-class Asker(Ordinary):
+class DirectService(Ordinary):
     def ask(self, frame):
         kind, method, number, deadline_ms, message, payload_bytes = read_head(
             bytearray(frame), 0, len(frame), 0
@@ -57,7 +57,7 @@ class One:
         self.path, self.store, self.clock = path, store, clock
         self.service = StoreService(store, target=1, grant_secret=SECRET, clock=clock)
         self.service.update_map(pool_map(5))
-        self.ordinary = Asker(self.service)
+        self.ordinary = DirectService(self.service)
         self.counters = self.ordinary._reply_stats
         self.uses_fast_path = uses_fast_path
         self.taken = 0
