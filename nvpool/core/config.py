@@ -223,7 +223,7 @@ class StoreSection(msgspec.Struct, frozen=True):
             ge=0,
             le=366 * 86400,
             description="time between two scrubs, each of which reads and verifies every stored block; 0: only by "
-            "nvpool scrub start",
+            "nvpool scrub start POOL",
         ),
     ] = 7 * 86400.0
     scrub_bytes_s: Annotated[

@@ -146,10 +146,10 @@ def test_memory_of_large_messages_is_released(scheme, tmp_path):
 NEVER_READS = """
 import asyncio, sys, uvloop
 from nvpool.core.clock import SYSTEM_CLOCK
-from nvpool.rpc import registry
+from nvpool.rpc import transport_registry
 from nvpool.rpc.api import Greeting
 async def main():
-    connection = await registry.transport(sys.argv[1]).connect(sys.argv[2], Greeting("frozen"),
+    connection = await transport_registry.transport(sys.argv[1]).connect(sys.argv[2], Greeting("frozen"),
                                                                deadline_s=SYSTEM_CLOCK.boottime_s() + 20)
     for _ in range(100):
         connection.submit(1, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 60, on_done=lambda *_: None)

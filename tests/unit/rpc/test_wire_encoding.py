@@ -177,8 +177,8 @@ def test_registered_transports_are_sorted_best_first():
 
 def test_stream_transport_does_not_import_grpc():
     program = (
-        "import sys; from nvpool.rpc import connection_pool, registry; registry.transport('stream'); "
-        "registry.transport('stream+unix'); registry.transport('inproc'); print('grpc' in sys.modules)"
+        "import sys; from nvpool.rpc import connection_pool, transport_registry; transport_registry.transport('stream'); "
+        "transport_registry.transport('stream+unix'); transport_registry.transport('inproc'); print('grpc' in sys.modules)"
     )
     assert (
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240).stdout

@@ -156,7 +156,7 @@ def test_client_continues_to_read_with_a_reduced_right(monkeypatch):
             await file.fsync()
             await own.volumes.grant("v", ONE, "ro")
             assert (await file.stat()).st_size == 6
-            assert await file.read(0, 6) == b"PredecessorHandle"
+            assert await file.read(0, 6) == b"Before"
             with pytest.raises(PermissionError, match="may only read"):
                 await file.write(0, b"C")
                 await file.fsync()
@@ -165,7 +165,7 @@ def test_client_continues_to_read_with_a_reduced_right(monkeypatch):
                 await file.read(0, 6)
             with pytest.raises(PermissionError):  # writes under the revoked right are lost
                 await file.close()
-            assert await own.read_bytes("/volumes/v/f") == b"PredecessorHandle"
+            assert await own.read_bytes("/volumes/v/f") == b"Before"
 
     asyncio.run(main())
 

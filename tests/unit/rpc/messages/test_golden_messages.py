@@ -46,7 +46,7 @@ NAMED_WITHOUT_EPOCH = {
     "FetchedChunk",
     "DataStatusRequest",
     "DataStatusReply",
-    "ScrubCommands",
+    "Scrubbing",
     "UseRequest",
     "UseReply",
 }

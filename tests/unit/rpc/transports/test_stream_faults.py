@@ -526,11 +526,11 @@ async def test_mutated_frames_harm_no_other_client_for_long(tmp_path, seed):
 
 SERVER_PROGRAM = """
 import asyncio, sys, uvloop
-from nvpool.rpc import registry
+from nvpool.rpc import transport_registry
 from nvpool.rpc.api import Greeting
 answer = bytes(32 << 20)
 async def main():
-    listener = await registry.listen(sys.argv[1], Greeting("mortal"), lambda call: call.reply(b"", [answer]))
+    listener = await transport_registry.listen(sys.argv[1], Greeting("mortal"), lambda call: call.reply(b"", [answer]))
     print(listener.endpoint, flush=True)
     await asyncio.sleep(60)
 uvloop.run(main())
