@@ -69,7 +69,9 @@ OF_A_MOUNT = frozenset(
 )
 """Programs whose last two arguments are the pool and the mount point."""
 
-_BY_TITLE = {program.title: program for program in Program}
+_BY_TITLE = {program.module: program for program in Program if program.module}
+_BY_TITLE |= {program.title: program for program in Program}
+"""A started process shows its module until it sets its title."""
 
 
 def command(program: Program, *arguments: str) -> list[str]:
