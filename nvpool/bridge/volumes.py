@@ -47,7 +47,7 @@ from nvpool.core.errors import (
     from_os_error,
 )
 from nvpool.core.names import VOLUMES, path_of
-from nvpool.core.units import format_bytes
+from nvpool.core.units import format_bytes, size_argument
 from nvpool.host.mountinfo import look_at, mount_at
 from nvpool.host.process_identity import boot_id
 
@@ -556,7 +556,8 @@ def _check_agrees(volume: Volume, wanted: Options) -> None:
             actual = (format_bytes(has) if word == "size" else str(has)) if has else "no bound"
             raise AlreadyExists(
                 f"the volume {volume.name} is there, with another {word} ({actual}); leave the option out, or "
-                f"change it with: nvpool volume resize POOL {volume.name} --{word} {asked}"
+                f"change it with: nvpool volume resize POOL {volume.name} --{word} "
+                f"{size_argument(asked) if word == 'size' else asked}"
             )
     if wanted.replicas and wanted.replicas != volume.replicas:
         raise AlreadyExists(

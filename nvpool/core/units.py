@@ -95,6 +95,14 @@ def format_bytes(count: float) -> str:
     return f"{count:.{2 if abs(count) < 10 else 1 if abs(count) < 100 else 0}f} {suffix}"
 
 
+def size_argument(count: int) -> str:
+    """Return `count` bytes as an argument of a command, exactly: '1GiB', '1536MiB', '4097'. `parse_bytes` reads it."""
+    for size, suffix in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if count and count % size == 0:
+            return f"{count // size}{suffix}"
+    return str(count)
+
+
 def format_seconds(seconds: float) -> str:
     """Return a duration in two units at most: '3d 4h', '12 s'."""
     whole = max(0, round(seconds))

@@ -22,7 +22,7 @@ from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import AlreadyExists, InvalidRequest, NotADirectory, NotFound
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.names import VOLUMES, check_holder, check_volume_name, member_named, path_of
-from nvpool.core.units import GIB, KIB, MIB, TIB
+from nvpool.core.units import GIB, KIB, MIB, TIB, size_argument
 from nvpool.poolmap.file_layout import layout_of
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2
@@ -703,8 +703,11 @@ def _check_same(found: Volume, wanted: pb.VolumePolicy, mode: int | None, found_
 
 def _changing(found: Volume, wanted: pb.VolumePolicy) -> list[str]:
     """Commands that change the volume as requested, as far as possible."""
-    sizes = (("size", found.bytes_max, wanted.bytes_max), ("files", found.files_max, wanted.files_max))
-    quotas = [f"--{word} {asked}" for word, is_, asked in sizes if is_ != asked]
+    quotas = []
+    if found.bytes_max != wanted.bytes_max:
+        quotas.append(f"--size {size_argument(wanted.bytes_max)}")
+    if found.files_max != wanted.files_max:
+        quotas.append(f"--files {wanted.files_max}")
     ways = [f"nvpool volume resize POOL {found.name} {' '.join(quotas)}"] if quotas else []
     if found.trash_s != wanted.trash_s:
         ways.append(f"nvpool volume set POOL {found.name} --trash {wanted.trash_s}s")

@@ -157,6 +157,13 @@ def test_invalid_size_is_refused(text):
     assert len(str(said.value)) < 200
 
 
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0"), (4097, "4097"), (8192, "8KiB"), (3 << 29, "1536MiB"), (1 << 40, "1TiB")]
+)
+def test_size_in_a_suggested_command_is_exact(count, text):
+    assert units.size_argument(count) == text and units.parse_bytes(text) == count
+
+
 def test_size_is_formatted():
     shown = [units.format_bytes(n) for n in (0, 1023, 1024, 150 << 20, 3 << 40)]
     assert shown == ["0 B", "1023 B", "1.00 KiB", "150 MiB", "3.00 TiB"]

@@ -578,7 +578,7 @@ def test_error_with_details_keeps_its_text(pool):
         pool.write_bytes("/volumes/small/file", bytes(1 << 20))
     assert raised.value.errno == errno.EDQUOT and isinstance(raised.value.__cause__, QuotaExceeded)
     with pytest.raises(
-        FileExistsError, match="size 4 KiB, not 8 KiB.* nvpool volume resize POOL small --size 8192 "
+        FileExistsError, match="size 4 KiB, not 8 KiB.* nvpool volume resize POOL small --size 8KiB "
     ):
         pool.volumes.create("small", bytes_max=8192)
     with pytest.raises(FileNotFoundError, match="there is no volume nope"):
