@@ -584,8 +584,9 @@ def runs_in(path: Path) -> list[dict]:
         raise SystemExit(f"{path} holds no results of earlier rounds: {error}") from None
 
 
-def markdown(runs: list[dict]) -> str:
-    """The table of all rounds of `runs`, which came one after the other."""
+def markdown(runs: list[dict], brief: bool = False) -> str:
+    """The table of all rounds of `runs`, which came one after the other; `brief`: what was killed and what happened meanwhile
+    apart, not in all combinations."""
     rounds = [one for run in runs for one in run["each"]]
     timed = [one for one in rounds if "skipped" not in one]
     untimed = [one for one in rounds if "skipped" in one]
@@ -605,9 +606,11 @@ def markdown(runs: list[dict]) -> str:
 
     groups: dict[tuple[str, str], list[dict]] = {}
     for one in timed:
-        groups.setdefault((one["victim"], link_of(one["condition"])), []).append(one)
-    order = [*VICTIMS, "nobody"]
-    for victim, condition in sorted(groups, key=lambda pair: (order.index(pair[0]), LINKS.index(pair[1]))):
+        victim, condition = one["victim"], link_of(one["condition"])
+        for pair in ((victim, ""), ("", condition)) if brief else ((victim, condition),):
+            groups.setdefault(pair, []).append(one)
+    victims, links = [*VICTIMS, "nobody", ""], ["", *LINKS]
+    for victim, condition in sorted(groups, key=lambda pair: (victims.index(pair[0]), links.index(pair[1]))):
         lines.append(line(victim, condition, groups[victim, condition]))
     if untimed:
         lines.append(line("not measured", "", untimed))
@@ -911,7 +914,7 @@ def main(words: list[str] | None = None) -> int:
             (place / "failure-soak.md").write_text(table)
             (place / "failure-soak.json").write_text(json.dumps({"runs": runs}) + "\n")
         if options.write:
-            put_into_readme("failure-soak", table)
+            put_into_readme("failure-soak", markdown(runs, brief=True))
     return 0 if whole and not any(row["missed"] for row in results["each"]) else 1
 
 
