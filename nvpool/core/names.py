@@ -30,10 +30,10 @@ RENEW_S = MEMBER_S / 3
 """Remaining lifetime at which a certificate is renewed: a pool that is switched off for a month still
 works."""
 
-NOBODY = 65534
+ANONYMOUS_ID = 65534
 """User and group to which requests of root are mapped under root squash (exports(5), anonuid and anongid)."""
 SQUASH_ROOT = "squash-root"
-"""Suffix of the name of a client whose requests as root are mapped to NOBODY."""
+"""Suffix of the name of a client whose requests as root are mapped to ANONYMOUS_ID."""
 _ACTS_AS = re.compile(r"client/[A-Za-z0-9_-]+\.[0-9a-f]{8}\.u([0-9]{1,10})-([0-9]{1,10})")
 _SQUASHED = re.compile(rf"client/[A-Za-z0-9_-]+\.[0-9a-f]{{8}}\.{SQUASH_ROOT}")
 _MEMBER = re.compile(r"(node|client|bridge)/[A-Za-z0-9_.-]{1,80}")
@@ -82,7 +82,7 @@ def user_in(member: str) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=1024)
 def squashes_root(member: str) -> bool:
-    """Return whether requests of root on that client are mapped to NOBODY."""
+    """Return whether requests of root on that client are mapped to ANONYMOUS_ID."""
     return _SQUASHED.fullmatch(member) is not None
 
 
@@ -90,7 +90,7 @@ def users_of(member: str) -> str:
     """Describe as which users a member may act, for a table."""
     if (user := user_in(member)) is not None:
         return f"user {user[0]}, group {user[1]}"
-    return "any user, root as nobody" if squashes_root(member) else "any user"
+    return "any user, root squashed" if squashes_root(member) else "any user"
 
 
 def uri_of(pool_id: str, member: str) -> str:

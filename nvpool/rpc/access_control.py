@@ -22,9 +22,9 @@ from nvpool.rpc.v1 import wire_pb2 as wire
 class LeastRight(enum.Enum):
     """Least right of a caller."""
 
-    UNAUTHENTICATED = "anybody who can connect"
+    UNAUTHENTICATED = "every peer that can connect"
     USER = "each local user, client and node of the pool"
-    VOLUME = "who has a right to the volume that the request is about"
+    VOLUME = "local users, clients and nodes with a right to the volume that the request is about"
     MEMBER = "each client and node of the pool"
     VOLUME_OF_CLIENT = "clients with a right to the volume that the request is about, and nodes"
     NODE = "nodes of the pool"
@@ -32,7 +32,7 @@ class LeastRight(enum.Enum):
 
 
 class Right(NamedTuple):
-    who: LeastRight
+    least: LeastRight
     checks: str
     """Checks that the service makes in addition."""
 
@@ -164,8 +164,8 @@ def _refused(role: Role, local: bool) -> frozenset[int]:
     refused = set()
     for method in wire.Method.values():
         right = RIGHTS.get(method)
-        least = Role.NODE if right is None else _LEAST[right.who]
-        if role < least or (right is not None and right.who is LeastRight.OPERATOR and not local):
+        least = Role.NODE if right is None else _LEAST[right.least]
+        if role < least or (right is not None and right.least is LeastRight.OPERATOR and not local):
             refused.add(method)
     return frozenset(refused)
 
@@ -188,7 +188,7 @@ class CallerRights(NamedTuple):
     user: Credentials | None = None
     """The only user and groups as which the caller may act, whatever user the request names.
 
-    SOMEBODY: any user except root. None: the caller is trusted to name the user.
+    ANY_USER_BUT_ROOT: any user except root. None: the caller is trusted to name the user.
     """
     account: str = ""
     """Name that the limits count the caller for (rpc/peer_limits.identify). Empty for nodes, which have no share."""
@@ -251,6 +251,6 @@ def _refusal(method: int, caller: CallerRights, peer: Peer) -> str:
             "operator group (access.operators)"
         )
     right = RIGHTS.get(method)
-    if right is not None and right.who is LeastRight.OPERATOR:
+    if right is not None and right.least is LeastRight.OPERATOR:
         return "a pool is changed through the unix socket of its node only, by who runs it; do it there"
     return f"{caller.owner or peer.name} may not ask for {name}, which is for nodes of the pool: run the command on a node"

@@ -35,7 +35,7 @@ class TrustedGroups:
 
 
 BELIEVED_GROUPS = TrustedGroups()
-SOMEBODY = -1
+ANY_USER_BUT_ROOT = -1
 """User id that means any user of a client except root. The request does not say which one."""
 
 
@@ -113,13 +113,13 @@ def acts_as(peer: Peer, operators: int | None) -> Credentials | None:
     """The only user and groups as which the peer may act, or None.
 
     A local user without the rights of a node acts as itself. A client whose certificate binds it to one user
-    acts as that user. A client whose root is squashed acts as SOMEBODY. For every other peer the result is
+    acts as that user. A client whose root is squashed acts as ANY_USER_BUT_ROOT. For every other peer the result is
     None: it is trusted to name the user of each request.
     """
     credentials = peer.credentials
     if peer.member:
         if squashes_root(peer.member):
-            return Credentials(SOMEBODY, BELIEVED_GROUPS, 0)
+            return Credentials(ANY_USER_BUT_ROOT, BELIEVED_GROUPS, 0)
         user = user_in(peer.member)
         return Credentials(user[0], frozenset((user[1],)), 0) if user is not None else None
     return (

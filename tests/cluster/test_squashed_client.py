@@ -59,11 +59,11 @@ def test_squashed_client_is_listed_as_such(pool):
     (member,) = json.loads(nvpool("client", "ls", own, "--json").stdout)
     assert member.endswith(".squash-root")
     assert (
-        "root as nobody" in nvpool("client", "ls", own).stdout
-        and "root as nobody" in nvpool("cert", "ls", own).stdout
+        "root squashed" in nvpool("client", "ls", own).stdout
+        and "root squashed" in nvpool("cert", "ls", own).stdout
     )
     found = {one["member"]: one["acts_as"] for one in json.loads(nvpool("cert", "ls", own, "--json").stdout)}
-    assert found[member] == "any user, root as nobody" and found[None] is None
+    assert found[member] == "any user, root squashed" and found[None] is None
     assert (
         "--uid or --squash-root"
         in nvpool("client", "token", own, "--squash-root", "--uid", "5", code=2).stderr

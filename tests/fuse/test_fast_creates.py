@@ -30,7 +30,7 @@ from tests.unit.client.data.test_short_circuit import Host, run_whole
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 MADE_BYTES = replies.SHAPES["create"][1].size
-NOBODY = 1 << 22
+NO_PROCESS = 1 << 22
 """There is no such process."""
 
 
@@ -821,7 +821,7 @@ def test_silent_shard_is_an_error_at_the_deadline(way):
 @on_both_paths
 async def test_interrupted_create_ignores_its_late_reply(kernel):
     slots = sorted(slot for slot, _ in kernel.state.slots)
-    unique, call = await kernel.pending_create(b"f", pid=NOBODY)
+    unique, call = await kernel.pending_create(b"f", pid=NO_PROCESS)
     kernel.send(Op.INTERRUPT, (unique,))
     assert (await kernel.receive())[:2] == (unique, -errno.EINTR)
     assert not kernel.engine._work and kernel.host.kept.slots(kernel.state.record) == []

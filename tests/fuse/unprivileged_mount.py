@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-NOBODY = 65534
+ANONYMOUS_ID = 65534
 
 
 def device_for_all(place):
@@ -26,7 +26,7 @@ def device_for_all(place):
 def use(place):
     (place / "f").write_bytes(b"written by nobody")
     assert (place / "f").read_bytes() == b"written by nobody"
-    assert os.stat(place / "f").st_uid == NOBODY
+    assert os.stat(place / "f").st_uid == ANONYMOUS_ID
     assert os.listdir(place) == ["f"]
 
 
@@ -44,8 +44,8 @@ async def main(place):
         return KernelEngine(FuseOps(vfs), place, MountOptions("p", **options))
 
     os.setgroups([])
-    os.setresgid(NOBODY, NOBODY, NOBODY)
-    os.setresuid(NOBODY, NOBODY, NOBODY)
+    os.setresgid(ANONYMOUS_ID, ANONYMOUS_ID, ANONYMOUS_ID)
+    os.setresuid(ANONYMOUS_ID, ANONYMOUS_ID, ANONYMOUS_ID)
     try:
         engine(allow_other=True).mount()
         refused = ""
@@ -76,7 +76,7 @@ if __name__ == "__main__":
     directory = Path(sys.argv[1])
     (directory / "dev").mkdir()
     (directory / "m").mkdir()
-    os.chown(directory / "m", NOBODY, NOBODY)
+    os.chown(directory / "m", ANONYMOUS_ID, ANONYMOUS_ID)
     device_for_all(directory / "dev")
     import array  # noqa: F401 later imports may lie where `nobody` may not read
     import concurrent.futures.thread  # noqa: F401

@@ -14,7 +14,7 @@ import stat
 import struct
 import sys
 
-NOBODY, GROUP = 65534, 4242
+ANONYMOUS_ID, GROUP = 65534, 4242
 ACL = b"".join(
     [
         struct.pack("<I", 2),
@@ -22,7 +22,7 @@ ACL = b"".join(
             struct.pack("<HHI", *entry)
             for entry in (
                 (1, 6, 0xFFFFFFFF),
-                (2, 6, NOBODY),
+                (2, 6, ANONYMOUS_ID),
                 (4, 0, 0xFFFFFFFF),
                 (16, 6, 0xFFFFFFFF),
                 (32, 0, 0xFFFFFFFF),
@@ -65,14 +65,14 @@ def make(place):
             (place / name / inner).write_text("inner")
             (place / name / inner).chmod(inner_mode)
         (place / name / "empty").mkdir(mode=0o755)
-        os.chown(place / name, NOBODY if name == "mine" else 0, GROUP if name == "setgid" else 0)
+        os.chown(place / name, ANONYMOUS_ID if name == "mine" else 0, GROUP if name == "setgid" else 0)
         (place / name).chmod(mode)
     for name, mode in FILES.items():
         (place / name).write_text("content")
         os.setxattr(
             place / name, "user.a", b"of root"
         )  # the SDK knows of a file without attributes, and sends no request
-        os.chown(place / name, NOBODY if name.startswith("own") else 0, GROUP if name == "group" else 0)
+        os.chown(place / name, ANONYMOUS_ID if name.startswith("own") else 0, GROUP if name == "group" else 0)
         (place / name).chmod(mode)
     os.setxattr(place / "listed", "system.posix_acl_access", ACL)
     os.symlink("f600", place / "link")
@@ -121,7 +121,7 @@ def attempts(do, at):
         yield f"then {name}", lambda name=name: do.utime(at(name), ns=(10**9, 10**9))
     for name in ("f644", "f666", "own444", "own600"):
         yield f"cut {name}", lambda name=name: do.truncate(at(name), 2)
-        for owner in ((0, -1), (NOBODY, -1), (-1, GROUP), (-1, 0), (-1, NOBODY)):
+        for owner in ((0, -1), (ANONYMOUS_ID, -1), (-1, GROUP), (-1, 0), (-1, ANONYMOUS_ID)):
             yield f"chown {name} {owner}", lambda name=name, owner=owner: do.chown(at(name), *owner)
         yield f"stat {name} again", lambda name=name: do.stat(at(name))
     yield "set-gid of own600", lambda: do.chmod(at("own600"), 0o6755)
@@ -187,8 +187,8 @@ def main(way, tree, pool=""):
 
     os.umask(0o022)  # the SDK ignores it: this is its default
     os.setgroups([GROUP])
-    os.setresgid(NOBODY, NOBODY, NOBODY)
-    os.setresuid(NOBODY, NOBODY, NOBODY)
+    os.setresgid(ANONYMOUS_ID, ANONYMOUS_ID, ANONYMOUS_ID)
+    os.setresuid(ANONYMOUS_ID, ANONYMOUS_ID, ANONYMOUS_ID)
     connected = nvpool.connect(pool) if way == "sdk" else None
     do = Do(connected, connected.open) if connected is not None else Do(os, open)
     found = {}

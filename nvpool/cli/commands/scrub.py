@@ -160,7 +160,7 @@ def start(pool: str, drive: str | None, target: int | None, wait: bool, as_json:
     elif found:
         _show(found)
     else:
-        click.echo(_NOBODY)
+        click.echo(_NO_TARGET)
     is_damaged = any(one["last_bad"] > one["last_mended"] for one in found)
     return _exit_code(result) or (EXIT_DAMAGED if is_damaged else 0)
 
@@ -171,7 +171,7 @@ _ORDER_TEXT = {
     "resume": "scrubbing continues on",
     "stop": "scrubbing is stopped on",
 }
-_NOBODY = "no target received the command"
+_NO_TARGET = "no target received the command"
 
 
 def _order(
@@ -192,7 +192,7 @@ def _order(
         )
         say(f"look with: nvpool scrub status {pool}")
     elif not quiet:
-        click.echo(_NOBODY)
+        click.echo(_NO_TARGET)
     for number, reason in result["silent"].items():
         say(f"target {number} did not receive the command: {reason}")
     if result["silent"]:

@@ -48,7 +48,7 @@ from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 from nvpool.shm.mount_state import KeptMemory, Word
 
-NOBODY = 0
+ROOT_ID = 0
 _SEQUENCES_PER_LIFE_BITS = 36
 
 
@@ -165,8 +165,8 @@ class MetaClient(DeferredClose):
         request,
         reply_type,
         *,
-        uid: int = NOBODY,
-        gid: int = NOBODY,
+        uid: int = ROOT_ID,
+        gid: int = ROOT_ID,
         file: OpenInode | None = None,
         once: bool = False,
         begun: SubmittedChange | None = None,

@@ -20,7 +20,7 @@ from nvpool.core.errors import (
     Unavailable,
 )
 from nvpool.core.ids import ROOT_INODE
-from nvpool.core.names import NOBODY
+from nvpool.core.names import ANONYMOUS_ID
 from nvpool.core.units import (
     BLOCK_BYTES,
     CHAINS_PER_TABLE,
@@ -186,7 +186,7 @@ class Attributes(VfsBase):
         """
         attr = await self.getattr(inode)
         if self.squashes_root and caller.uid == 0:
-            caller = Caller(NOBODY, caller.gid or NOBODY)
+            caller = Caller(ANONYMOUS_ID, caller.gid or ANONYMOUS_ID)
         if caller.uid == 0:
             if mask & os.X_OK and not attr.mode & 0o111 and not stat.S_ISDIR(attr.mode):
                 raise AccessDenied

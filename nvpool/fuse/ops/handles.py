@@ -15,7 +15,7 @@ from nvpool.shm.mount_state import DIRECTORY, HANDLES_MAX, PUBLISHED, KeptMemory
 
 _INDEX_BITS = HANDLES_MAX.bit_length() - 1
 _SERIALS_PER_LIFE_BITS = 24
-_NOBODY = Caller(0, 0)
+_ROOT = Caller(0, 0)
 _ROOM_MIN = 4096
 
 
@@ -68,7 +68,7 @@ class Handles:
         return number
 
     def directory(self, inode: int) -> int:
-        return self.take(inode, DIRECTORY, _NOBODY, asking())
+        return self.take(inode, DIRECTORY, _ROOT, asking())
 
     def give_back(self, number: int) -> None:
         if self._memory is not None:

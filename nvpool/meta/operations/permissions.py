@@ -6,7 +6,7 @@ fs/attr.c and fs/posix_acl.c of the kernel do. For a mount the kernel itself mak
 are made for processes that send requests to the service without a mount. Used by `meta/server/local_user_permissions`.
 
 If a client's root is squashed, the groups of its users are not known. Credentials with BELIEVED_GROUPS have
-the rights that such a user could have in any groups but root's, and SOMEBODY has the rights that any such
+the rights that such a user could have in any groups but root's, and ANY_USER_BUT_ROOT has the rights that any such
 user could have.
 """
 
@@ -17,7 +17,7 @@ import stat
 from nvpool.core.errors import AccessDenied, NoAttribute, NotPermitted
 from nvpool.core.posix import acl
 from nvpool.meta.state.records import Inode
-from nvpool.rpc.peer_roles import BELIEVED_GROUPS, SOMEBODY, Credentials
+from nvpool.rpc.peer_roles import ANY_USER_BUT_ROOT, BELIEVED_GROUPS, Credentials
 
 READ, WRITE, SEARCH = 4, 2, 1
 """Bits as in a mode. SEARCH of a directory is the bit for execution of a file."""
@@ -60,10 +60,10 @@ def _list_allows(access: acl.Acl, gid: int, credentials: Credentials, wanted: in
 def _believed(inode: Inode, access: acl.Acl, uid: int) -> int:
     """Rights of a user whose groups are unknown: those of the most favourable groups, without the owner's.
 
-    For SOMEBODY these are the rights of all users together.
+    For ANY_USER_BUT_ROOT these are the rights of all users together.
     """
     allowed, above = inode.mode, inode.mode >> 3
-    if uid == SOMEBODY and inode.uid:
+    if uid == ANY_USER_BUT_ROOT and inode.uid:
         allowed |= inode.mode >> 6
     if not access or not inode.mode & 0o070:
         return allowed | above if inode.gid else allowed
@@ -73,7 +73,7 @@ def _believed(inode: Inode, access: acl.Acl, uid: int) -> int:
         if (
             (entry.tag == acl.GROUP_OBJ and inode.gid)
             or (entry.tag == acl.GROUP and entry.id)
-            or (entry.tag == acl.USER and uid == SOMEBODY and entry.id)
+            or (entry.tag == acl.USER and uid == ANY_USER_BUT_ROOT and entry.id)
         ):
             allowed |= entry.permissions & above
     return allowed
@@ -83,7 +83,7 @@ def name_of(credentials: Credentials) -> str:
     """Description of the user, with which the text of a refusal begins."""
     return (
         "no user of this client but root, which is squashed,"
-        if credentials.uid == SOMEBODY
+        if credentials.uid == ANY_USER_BUT_ROOT
         else f"user {credentials.uid}"
     )
 

@@ -17,7 +17,7 @@ and the request as a whole may scan a bounded number of names.
 
 A client whose certificate squashes root (`identities.squashes_root`) is treated alike. If a request says for
 which user it is made, that user is believed, except that root counts as nobody. Otherwise the request is made
-for SOMEBODY: any user of that client but root. Such a request gets a grant only for what everybody may read
+for ANY_USER_BUT_ROOT: any user of that client but root. Such a request gets a grant only for what everybody may read
 or write.
 
 All metadata must be in one shard, because a path over several shards cannot be checked in one step. Used by
@@ -42,7 +42,7 @@ from nvpool.core.errors import (
     Stale,
 )
 from nvpool.core.ids import ROOT_INODE, partition_of
-from nvpool.core.names import NOBODY
+from nvpool.core.names import ANONYMOUS_ID
 from nvpool.core.posix.acl import ACCESS, NAMES, Acl, decode_acl
 from nvpool.core.posix.byte_range_locks import EXCLUSIVE, RECORD, UNLOCKED
 from nvpool.meta.operations import permissions
@@ -58,11 +58,11 @@ from nvpool.meta.state.records import Inode
 from nvpool.meta.state.transaction import Decision, Draft, View
 from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.messages.direntries import DirectoryPage
-from nvpool.rpc.peer_roles import BELIEVED_GROUPS, SOMEBODY, Credentials
+from nvpool.rpc.peer_roles import ANY_USER_BUT_ROOT, BELIEVED_GROUPS, Credentials
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 
-_NOBODY = Credentials(NOBODY, frozenset((NOBODY,)), 0)
+_ANONYMOUS = Credentials(ANONYMOUS_ID, frozenset((ANONYMOUS_ID,)), 0)
 KNOWN_MAX = 131_072
 """Limit of each cache, over all users: directories of met files, and granted rights. The least recently used
 entry is dropped."""
@@ -191,7 +191,7 @@ class LocalUsers:
     ) -> Decision:
         """Wrap `decide` for this user: checks come first, and the request gets the user's uid and groups."""
         guard, note = _GUARDS[method]
-        says = credentials.uid == SOMEBODY and method in _SAY_FOR_WHOM
+        says = credentials.uid == ANY_USER_BUT_ROOT and method in _SAY_FOR_WHOM
 
         def decide_for_user(view: View, request: Any, now_ns: int) -> Draft:
             user = User(self, view, believed(request.change) if says else credentials, credentials.uid, walks)
@@ -504,19 +504,19 @@ class User:
         return self._owns(inode) or (in_grace and (self.may(inode, READ) or self.may(inode, WRITE)))
 
     def _owns(self, inode: Inode) -> bool:
-        """Whether the inode is the user's own; that of any user but root counts for SOMEBODY."""
-        return self.uid == inode.uid or (self.uid == SOMEBODY and bool(inode.uid))
+        """Whether the inode is the user's own; that of any user but root counts for ANY_USER_BUT_ROOT."""
+        return self.uid == inode.uid or (self.uid == ANY_USER_BUT_ROOT and bool(inode.uid))
 
     # -- rights
 
     def by_mode(self, inode: Inode, rights: int) -> int:
         """Those of `rights` that the mode gives to the user when the file is opened.
 
-        SOMEBODY gets only rights that everybody has.
+        ANY_USER_BUT_ROOT gets only rights that everybody has.
         """
         credentials = self.credentials
-        if self.uid == SOMEBODY:
-            credentials = _NOBODY
+        if self.uid == ANY_USER_BUT_ROOT:
+            credentials = _ANONYMOUS
             if not rights or not self._everybody_reaches(inode):
                 return 0
         access = self.access(inode)
@@ -526,7 +526,7 @@ class User:
 
     def _everybody_reaches(self, inode: Inode) -> bool:
         try:
-            User(self.known, self.view, _NOBODY, self.met_by, self.walks).reach(inode.number)
+            User(self.known, self.view, _ANONYMOUS, self.met_by, self.walks).reach(inode.number)
         except Refused:
             return False
         return True
@@ -544,7 +544,7 @@ class User:
 
     @property
     def is_squashed(self) -> bool:
-        return self.met_by == SOMEBODY and self.uid == NOBODY
+        return self.met_by == ANY_USER_BUT_ROOT and self.uid == ANONYMOUS_ID
 
     def handled(self, session: int, number: int, rights: int) -> Inode:
         """The inode, after a check that the session has `rights` on it.
@@ -587,7 +587,7 @@ def believed(change: pb.Change) -> Credentials:
     """Credentials of a request from a client whose root is squashed: the user it claims, with root as
     nobody."""
     if not change.uid:
-        return Credentials(NOBODY, frozenset((change.gid or NOBODY,)), 0)
+        return Credentials(ANONYMOUS_ID, frozenset((change.gid or ANONYMOUS_ID,)), 0)
     return Credentials(change.uid, BELIEVED_GROUPS, 0)
 
 
@@ -595,7 +595,7 @@ def _gid(credentials: Credentials, claimed: int) -> int:
     """Group of a new inode: the one that the process claims, if it is among its own groups."""
     if claimed in credentials.gids:
         return claimed
-    return NOBODY if credentials.gids is BELIEVED_GROUPS else min(credentials.gids)
+    return ANONYMOUS_ID if credentials.gids is BELIEVED_GROUPS else min(credentials.gids)
 
 
 def _without_privileges(user: User, draft: Draft, attr: pb.Attr) -> None:

@@ -18,7 +18,7 @@ from nvpool.core.clock import SYSTEM_CLOCK
 
 PREFIX = "nvpool-machines-"
 """Name prefix of the directory with the files of all machines of a test."""
-NOBODY = "02:00:00:00:00:01"
+UNUSED_MAC = "02:00:00:00:00:01"
 """An Ethernet address that no machine has."""
 
 
@@ -152,7 +152,9 @@ class Machines:
         if restore:
             sender.run("ip", "neigh", "del", address, "dev", "eth0")
         else:
-            sender.run("ip", "neigh", "replace", address, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
+            sender.run(
+                "ip", "neigh", "replace", address, "lladdr", UNUSED_MAC, "dev", "eth0", "nud", "permanent"
+            )
 
     def limit(self, number: int, mib_s: float) -> None:
         """Limit the machine's link to this rate in each direction; 0 removes the limit. Machines count from

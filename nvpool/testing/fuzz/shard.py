@@ -57,7 +57,7 @@ RENEW_EVERY = 500
 SESSION_BYTES_MAX = 1 << 20
 """Most memory that a session keeps between requests, open files left out: 64 slots with a reply or a refusal each, names, and
 a margin."""
-SESSION_OF_NOBODY = 1 << 48 | 0x7FFF_FFFF
+UNKNOWN_SESSION = 1 << 48 | 0x7FFF_FFFF
 
 VICTIM = Peer("victim", "192.0.2.9:1", False, "client/victim.0a1b2c3d")
 _CLIENT = "client/fuzz.0a1b2c3d"
@@ -290,7 +290,7 @@ class ShardPlace(FuzzTarget):
         def session() -> int:
             drawn = chance.random()
             return (
-                self._session if drawn < 0.88 else self._victim.session if drawn < 0.96 else SESSION_OF_NOBODY
+                self._session if drawn < 0.88 else self._victim.session if drawn < 0.96 else UNKNOWN_SESSION
             )
 
         def packed() -> bytes:
@@ -494,7 +494,7 @@ class ShardPlace(FuzzTarget):
 
     def known_session(self) -> int:
         return self._chance.choice(
-            (self._victim.session, self._root.session, SESSION_OF_NOBODY, 0, (1 << 64) - 1)
+            (self._victim.session, self._root.session, UNKNOWN_SESSION, 0, (1 << 64) - 1)
         )
 
     def may(self, method: int, message: bytes) -> bool:

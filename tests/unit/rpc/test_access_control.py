@@ -102,7 +102,7 @@ async def is_refused(handle, call: DirectCall) -> bool:
 async def check_all(methods, handle, peers) -> None:
     for method in methods:
         for peer in peers:
-            wanted = peer not in MAY[RIGHTS[method].who] or (
+            wanted = peer not in MAY[RIGHTS[method].least] or (
                 peer in (BOUND, SQUASHED) and 100 <= method < 200 and Method.Name(method) not in FOR_USERS
             )
             assert await is_refused(handle, call_of(method, peer)) == wanted, (Method.Name(method), peer)
@@ -117,7 +117,7 @@ def test_each_method_has_an_entry():
 
 
 def test_service_only_methods_are_for_nodes():
-    assert {RIGHTS[Method.Value(name)].who for name in SERVICE_ONLY} == {LeastRight.NODE}
+    assert {RIGHTS[Method.Value(name)].least for name in SERVICE_ONLY} == {LeastRight.NODE}
 
 
 def test_local_users_may_call_only_their_methods():
@@ -359,7 +359,7 @@ def test_client_without_a_volume_right_gets_no_data():
             walked = {
                 method
                 for method, right in RIGHTS.items()
-                if right.who in (LeastRight.VOLUME, LeastRight.VOLUME_OF_CLIENT) and method >= 100
+                if right.least in (LeastRight.VOLUME, LeastRight.VOLUME_OF_CLIENT) and method >= 100
             }
             assert set(answers[MALLORY]) == walked
             for method, answer in answers[MALLORY].items():

@@ -11,7 +11,7 @@ from nvpool.core import grants
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import AccessDenied, NoAttribute, NotPermitted
 from nvpool.core.ids import ROOT_INODE as ROOT
-from nvpool.core.names import NOBODY, check_member, new_member, squashes_root, user_in, users_of
+from nvpool.core.names import ANONYMOUS_ID, check_member, new_member, squashes_root, user_in, users_of
 from nvpool.core.posix.acl import ACCESS, GROUP, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, AclEntry, encode_acl
 from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.operations import permissions
@@ -20,7 +20,7 @@ from nvpool.meta.server.service import MetaService
 from nvpool.meta.state.records import Inode
 from nvpool.rpc.access_control import Callers
 from nvpool.rpc.messages.direntries import DirectoryPage
-from nvpool.rpc.peer_roles import BELIEVED_GROUPS, SOMEBODY, Credentials, Peer, acts_as
+from nvpool.rpc.peer_roles import ANY_USER_BUT_ROOT, BELIEVED_GROUPS, Credentials, Peer, acts_as
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
 from tests.unit.meta.server.test_local_users import OPTIONS, refused
@@ -88,9 +88,7 @@ def scenario(function):
 def test_member_name_shows_root_squashing():
     member = new_member("client", "gpu-1.lan", squash_root=True)
     check_member(member)
-    assert (
-        squashes_root(member) and user_in(member) is None and users_of(member) == "any user, root as nobody"
-    )
+    assert squashes_root(member) and user_in(member) is None and users_of(member) == "any user, root squashed"
     for other in (
         new_member("client", "x.squash-root"),
         new_member("client", "x", acts_as=(5, 6)),
@@ -105,8 +103,8 @@ def test_member_name_shows_root_squashing():
 
 
 def test_squashing_peer_acts_as_an_unnamed_user():
-    assert acts_as(PEER, None) == (SOMEBODY, BELIEVED_GROUPS, 0)
-    assert Callers().of(PEER).user.uid == SOMEBODY and Callers().of(PEER).owner == PEER.member
+    assert acts_as(PEER, None) == (ANY_USER_BUT_ROOT, BELIEVED_GROUPS, 0)
+    assert Callers().of(PEER).user.uid == ANY_USER_BUT_ROOT and Callers().of(PEER).owner == PEER.member
 
 
 def may(mode, owner, group, uid, wanted, access=()):
@@ -126,9 +124,9 @@ def test_stated_groups_are_accepted_except_root():
 
 
 def test_unnamed_user_has_the_rights_of_any_user_but_root():
-    assert may(0o600, ALICE, 0, SOMEBODY, 6) and not may(0o600, 0, 0, SOMEBODY, 4)
-    assert may(0o060, 0, STAFF, SOMEBODY, 6) and not may(0o060, 0, 0, SOMEBODY, 4)
-    assert may(0o004, 0, 0, SOMEBODY, 4) and not may(0o770, 0, 0, SOMEBODY, 1)
+    assert may(0o600, ALICE, 0, ANY_USER_BUT_ROOT, 6) and not may(0o600, 0, 0, ANY_USER_BUT_ROOT, 4)
+    assert may(0o060, 0, STAFF, ANY_USER_BUT_ROOT, 6) and not may(0o060, 0, 0, ANY_USER_BUT_ROOT, 4)
+    assert may(0o004, 0, 0, ANY_USER_BUT_ROOT, 4) and not may(0o770, 0, 0, ANY_USER_BUT_ROOT, 1)
 
 
 def test_access_lists_apply_to_accepted_groups():
@@ -144,8 +142,8 @@ def test_access_lists_apply_to_accepted_groups():
     for uid, tag, id, wanted, allowed in (
         (ALICE, USER, ALICE, 6, True),
         (CAROL, USER, ALICE, 4, False),
-        (SOMEBODY, USER, ALICE, 6, True),
-        (SOMEBODY, USER, 0, 4, False),
+        (ANY_USER_BUT_ROOT, USER, ALICE, 6, True),
+        (ANY_USER_BUT_ROOT, USER, 0, 4, False),
         (ALICE, GROUP, STAFF, 6, True),
         (ALICE, GROUP, 0, 4, False),
     ):
@@ -218,7 +216,9 @@ async def test_root_creates_files_owned_by_nobody(place):
     made = (
         await place.root.create(drop, b"f", stat.S_IFREG | 0o600, exclusive=True, open=True, rights=3)
     ).entry
-    assert (made.attr.uid, made.attr.gid) == (NOBODY, NOBODY) and grants.read(made.grant).rights == 3
+    assert (made.attr.uid, made.attr.gid) == (ANONYMOUS_ID, ANONYMOUS_ID) and grants.read(
+        made.grant
+    ).rights == 3
     assert (await place.alice.file(drop, b"g")).uid == ALICE
     await refused(AccessDenied, place.root.create(ROOT, b"f"))
     await refused(NotPermitted, place.root.unlink(drop, b"g"))  # the directory is sticky
@@ -237,8 +237,8 @@ async def test_root_may_change_only_files_of_nobody(place):
     for inode in (others, await place.owned(b"roots", stat.S_IFREG | 0o666)):
         for change in (
             lambda inode=inode: place.root.setattr(inode, valid.MODE, mode=0o777),
-            lambda inode=inode: place.root.setattr(inode, valid.UID, uid=NOBODY),
-            lambda inode=inode: place.root.setattr(inode, valid.GID, gid=NOBODY),
+            lambda inode=inode: place.root.setattr(inode, valid.UID, uid=ANONYMOUS_ID),
+            lambda inode=inode: place.root.setattr(inode, valid.GID, gid=ANONYMOUS_ID),
             lambda inode=inode: place.root.setattr(inode, valid.MTIME, mtime_ns=1),
         ):
             await refused(NotPermitted, change())
@@ -282,7 +282,7 @@ async def test_privileged_xattrs_belong_to_root_of_nodes(place):
     acl = encode_acl(
         (
             AclEntry(USER_OBJ, 6),
-            AclEntry(USER, 6, NOBODY),
+            AclEntry(USER, 6, ANONYMOUS_ID),
             AclEntry(GROUP_OBJ, 4),
             AclEntry(MASK, 6),
             AclEntry(OTHER, 0),
@@ -336,7 +336,7 @@ async def test_squashed_client_cannot_create_volumes(place):
 @scenario
 async def test_refusal_names_the_user(place):
     inode = await place.owned(b"f", stat.S_IFREG | 0o600)
-    with pytest.raises(AccessDenied, match=f"^user {NOBODY} may not read inode {inode}"):
+    with pytest.raises(AccessDenied, match=f"^user {ANONYMOUS_ID} may not read inode {inode}"):
         await place.root.open(inode)
     private = await place.owned(b"p", stat.S_IFDIR | 0o700)
     with pytest.raises(

@@ -393,7 +393,7 @@ async def test_sessions_of_others_are_refused(place):
 @scenario
 async def test_methods_of_nodes_are_refused_to_users(place):
     for name, number in wire.Method.items():
-        if name.startswith("META_") and RIGHTS[number].who not in (LeastRight.USER, LeastRight.VOLUME):
+        if name.startswith("META_") and RIGHTS[number].least not in (LeastRight.USER, LeastRight.VOLUME):
             call = DirectCall(number, b"", peer=peer(US))
             place.service.handle(call)
             await refused(AccessDenied, call.wait())
@@ -404,7 +404,9 @@ async def test_methods_of_nodes_are_refused_to_users(place):
 
 def test_each_user_method_has_a_guard():
     asked = {
-        method for method in (CHANGES | QUERIES) if RIGHTS[method].who in (LeastRight.USER, LeastRight.VOLUME)
+        method
+        for method in (CHANGES | QUERIES)
+        if RIGHTS[method].least in (LeastRight.USER, LeastRight.VOLUME)
     }
     assert set(local_user_permissions._GUARDS) == asked
 
