@@ -20,7 +20,6 @@ the figures as JSON. Needs root, to mount. Ends and removes all it started.
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import os
 import random
@@ -35,7 +34,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from report import commit, machine, number, put_into_readme
+from report import commit, machine, number, publish
 from workspace import minutes, not_final, say, warn_of_others
 
 from nvpool.core.units import KIB, MIB
@@ -195,13 +194,7 @@ def main() -> int:
         "block": 4 * KIB,
         "works": works,
     }
-    table = markdown(results)
-    print(table)
-    for place in (arguments.results, HERE / "results" / "encryption.json" if arguments.write else None):
-        if place is not None:
-            place.write_text(json.dumps(results, indent=1) + "\n")
-    if arguments.write:
-        put_into_readme("encryption", table)
+    publish("encryption", results, markdown(results), arguments.results, arguments.write)
     return 0
 
 

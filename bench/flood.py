@@ -39,7 +39,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from flood_loads import KINDS, PARTS, Place, become
-from report import commit, judged, machine, put_into_readme, times
+from report import commit, judged, machine, publish, times
 from workspace import minutes, not_final, say, warn_of_others
 
 from nvpool.client.state.options import ClientOptions
@@ -365,13 +365,7 @@ def main() -> int:
         "kinds": compared(rounds),
         "each": rounds,
     }
-    table = markdown(results)
-    print(table)
-    for place in (arguments.results, HERE / "results" / "flood.json" if arguments.write else None):
-        if place is not None:
-            place.write_text(json.dumps(results, indent=1) + "\n")
-    if arguments.write:
-        put_into_readme("flood", table)
+    publish("flood", results, markdown(results), arguments.results, arguments.write)
     if found := unserved(results["kinds"]):
         say("\n".join(["these floods prove nothing:", *found]))
         return 1

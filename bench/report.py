@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -74,6 +75,18 @@ def put_into_readme(name: str, text: str) -> None:
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, rest = readme.read_text().split(begin)
     readme.write_text(f"{before}{begin}\n{text}{end}{rest.partition(end)[2]}")
+
+
+def publish(name: str, results: dict, table: str, copy: Path | None, write: bool) -> None:
+    """Print the table and write the results to the file `copy`; with `write` also to results/NAME.json, and the table into
+    bench/README.md."""
+    print(table)
+    kept = Path(__file__).parent / "results" / f"{name}.json"
+    for place in (copy, kept if write else None):
+        if place is not None:
+            place.write_text(json.dumps(results, indent=1) + "\n")
+    if write:
+        put_into_readme(name, table)
 
 
 def commit() -> str:
