@@ -17,7 +17,7 @@ from nvpool.poolmap.shards import partition_moves
 from nvpool.rpc.v1 import meta_pb2
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.sdk.async_filesystem import AsyncFileSystem
-from tests.unit.client.state.test_small_file_cache import ME, Case, StandingClock, put, run
+from tests.unit.client.state.test_small_file_cache import LONG, ME, Case, StandingClock, put, run
 
 OPTIONS = ClientOptions(deadline_s=10.0, release_s=0.01)
 DIRECTORIES = 200
@@ -102,7 +102,7 @@ def test_many_directories_cost_one_message_per_level(levels):
 @pytest.mark.parametrize("levels", [1, 3])
 def test_each_shard_gets_one_message_per_level(levels):
     async def main() -> None:
-        async with Case(OPTIONS, shards=2) as case:
+        async with Case(OPTIONS, LONG, shards=2) as case:
             contents = await planted(case, levels)
             pool = AsyncFileSystem(await case.client(), ME)
             _, sent = await case.counted(read(pool, contents))
@@ -242,7 +242,7 @@ def test_replaced_handles_are_closed_during_other_batches():
 
 def test_striped_directories_are_walked_over_several_shards():
     async def main() -> None:
-        async with Case(OPTIONS, shards=3) as case:
+        async with Case(OPTIONS, LONG, shards=3) as case:
             top = (await case.other.mkdir(ROOT_INODE, b"top", 0o755, ME, wide=True)).inode
             contents = {}
             for number in range(30):
@@ -263,7 +263,7 @@ def test_striped_directories_are_walked_over_several_shards():
 @pytest.mark.parametrize("older", [False, True])
 def test_inodes_of_another_shard_are_requested_together(older):
     async def main() -> None:
-        async with Intercepting(OPTIONS, shards=2) as case:
+        async with Intercepting(OPTIONS, LONG, shards=2) as case:
             vfs = case.other
             at = [(await vfs.mkdir(ROOT_INODE, b"d%d" % number, 0o755, ME)).inode for number in range(8)]
             made = next(one for one in at if vfs.meta.shard_of(one) == 1)
