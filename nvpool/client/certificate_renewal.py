@@ -119,4 +119,4 @@ async def _ask(request: bytes, pool_map: PoolMap, dialer: Dialer, clock: Clock) 
             ]
         except NvpoolError as error:
             reason = f"node {node.id}: {error}"
-    raise Unavailable(f"no node that has the authority's key signs a new certificate: {reason}")
+    raise Unavailable(f"no node that has the CA's key signs a new certificate: {reason}")

@@ -19,11 +19,11 @@ NOTICE_S, RISK_S = 30 * DAY_S, 7 * DAY_S
 LATE_S = DAY_S
 """Time that the pool may take to renew a certificate before the delay is a problem."""
 NAMES = {
-    "authority": "the pool's authority",
+    "authority": "the pool's CA",
     "member": "this node",
-    "etcd-authority": "the authority of etcd",
+    "etcd-authority": "the CA of etcd",
     "etcd-member": "this node for etcd",
-    "external-etcd-authority": "the authority of your etcd",
+    "external-etcd-authority": "the CA of your etcd",
     "external-etcd-member": "this node for your etcd",
 }
 """Description by kind, as in node/admin/certificate_store."""
@@ -52,10 +52,10 @@ def state_of(kind: str, begins_s: float, ends_s: float, now_s: float) -> State:
 
 def remedy_of(kind: str, node: str) -> str:
     if kind.startswith("external"):
-        return "put new files of your etcd's authority into secret/external-etcd of the pool directory, on each node"
+        return "put new files of your etcd's CA into secret/external-etcd of the pool directory, on each node"
     if kind not in _RENEWED:
         return (
-            "an authority is not renewed: make a new pool before, and copy the files (nvpool export POOL:/ DIR, and then "
+            "a CA is not renewed: make a new pool before, and copy the files (nvpool export POOL:/ DIR, and then "
             "nvpool import DIR NEW_POOL:/)"
         )
     return f"nvpool cert rotate {node}   and see that the clocks of all nodes are right"

@@ -133,7 +133,7 @@ async def _ask(address: str, token: Token, asked: pool_pb2.JoinRequest, plain_te
     )
     if fingerprint_of(found.certificate) != token.fingerprint:
         raise AccessDenied(
-            f"{address} is not the pool that the token is for (its authority is another one); the token was not "
+            f"{address} is not the pool that the token is for (its CA is another one); the token was not "
             f"sent there"
         )
     if not plain_text:

@@ -119,9 +119,9 @@ class CertificateAuthority:
         self.certificate = certificate
         self.key = key
         self._certificate = _certificate(certificate)
-        self._key = _private_key(key, "the authority's key")
+        self._key = _private_key(key, "the CA's key")
         if _public(self._key.public_key()) != _public(self._certificate.public_key()):
-            raise CorruptRecord("the authority's key is not that of its certificate")
+            raise CorruptRecord("the CA's key is not that of its certificate")
 
     @property
     def fingerprint(self) -> bytes:

@@ -344,9 +344,9 @@ def member_of_uris(uris: list[str], pool_id: str) -> str:
 
 
 _REASONS = {
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is not signed by this pool's authority",
-    "TLSV1_ALERT_UNKNOWN_CA": "our certificate is not signed by its pool's authority: another pool, or we have to join again",
-    "TLSV1_ALERT_DECRYPT_ERROR": "our certificate is not signed by its pool's authority: another pool, or join again",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not signed by this pool's CA",
+    "TLSV1_ALERT_UNKNOWN_CA": "our certificate is not signed by its pool's CA: another pool, or we have to join again",
+    "TLSV1_ALERT_DECRYPT_ERROR": "our certificate is not signed by its pool's CA: another pool, or join again",
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": "our certificate has ended: join the pool again",
     "SSLV3_ALERT_CERTIFICATE_REVOKED": "our certificate was revoked: join the pool again",
     "SSLV3_ALERT_BAD_CERTIFICATE": "our certificate is not accepted",
@@ -417,7 +417,7 @@ def _context(shown: TlsMaterial, protocol: ssl._SSLMethod) -> ssl.SSLContext:
     try:
         context.load_verify_locations(cadata=shown.authority.decode())
     except (ssl.SSLError, ValueError) as error:
-        raise BadConfiguration(f"the certificate of the pool's authority cannot be used: {error}") from None
+        raise BadConfiguration(f"the certificate of the pool's CA cannot be used: {error}") from None
     _load(context, shown)
     return context
 

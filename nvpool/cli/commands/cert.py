@@ -249,7 +249,7 @@ def revoke(pool: str, member: str, as_json: bool) -> None:
         click.echo(f"{member} is not in the pool any more")
         if member.startswith("node/"):
             say(
-                "the node keeps its copies of the pool's grant key and, if it kept the pool map, of the authority's key; "
+                "the node keeps its copies of the pool's grant key and, if it kept the pool map, of the CA's key; "
                 "they cannot be replaced and let it forge grants for files: erase secret/ in its pool directory, or, if "
                 "others may have copied it, copy the files into a new pool"
             )
