@@ -26,6 +26,7 @@ from nvpool.core.errors import (
     Unavailable,
     with_pool,
 )
+from nvpool.core.renamed_fields import with_old_fields
 from nvpool.core.units import parse_bytes
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_DAMAGED, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 3, 4, 70, 130
@@ -185,7 +186,8 @@ def say(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2, default=str))
+    """Print the result of --json, with the old names of renamed fields beside the present ones."""
+    click.echo(json.dumps(with_old_fields(value), indent=2, default=str))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:

@@ -26,6 +26,7 @@ from nvpool.core.errors import (
     Unreachable,
     from_os_error,
 )
+from nvpool.core.renamed_fields import with_present_fields
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.poolmap.model import decode_map
 
@@ -185,8 +186,13 @@ async def status_of(pool: str, wait_s: float = 5.0) -> dict[str, Any]:
     reply = await ask(
         pool, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest(), pool_pb2.PoolStatusReply, wait_s=wait_s
     )
-    seen: dict[str, Any] = json.loads(reply.status)
-    return seen
+    return _result_of(reply.status)
+
+
+def _result_of(text: bytes) -> dict[str, Any]:
+    """Decode the JSON of a supervisor, which may be of an earlier version."""
+    result: dict[str, Any] = with_present_fields(json.loads(text))
+    return result
 
 
 async def statuses(
@@ -239,5 +245,4 @@ async def change(pool: str, verb: str, arguments: dict[str, Any], wait_s: float 
         repeat=False,
         endpoints=endpoints,
     )
-    result: dict[str, Any] = json.loads(reply.result)
-    return result
+    return _result_of(reply.result)

@@ -34,6 +34,7 @@ from nvpool.core.errors import (
     Unavailable,
 )
 from nvpool.core.programs import Program, command
+from nvpool.core.renamed_fields import with_old_fields
 from nvpool.core.version import VERSION
 from nvpool.host.pool_directory import PoolDirectory, holder_of
 from nvpool.host.process_identity import host_id
@@ -579,7 +580,7 @@ class Supervisor:
     async def _answer_status(self, call: Call) -> bytes:
         issued = _read(pool_pb2.PoolStatusRequest, call).issued
         report = await self._status.report(call.deadline_s - _ANSWER_S, issued)
-        status = json.dumps(report)  # msgspec does not accept names that are not UTF-8
+        status = json.dumps(with_old_fields(report))  # msgspec does not accept names that are not UTF-8
         return pool_pb2.PoolStatusReply(status=status.encode()).SerializeToString()
 
     async def _answer_metrics(self, call: Call) -> bytes:
@@ -650,7 +651,9 @@ class Supervisor:
                 )
             )
         )
-        return pool_pb2.PoolChangeReply(result=msgspec.json.encode(result)).SerializeToString()
+        return pool_pb2.PoolChangeReply(
+            result=msgspec.json.encode(with_old_fields(result))
+        ).SerializeToString()
 
     async def _rotate(self, arguments: dict) -> dict:
         """Issue a new certificate for this node, with `new_key` under another key.

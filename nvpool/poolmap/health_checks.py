@@ -111,7 +111,7 @@ class Health:
         self._metas = {(meta["shard"], meta["member"]): meta for meta in metas}
         self._stores = {store["target"]: store for store in stores}
         self._several = len(pool_map.nodes) > 1
-        unreached = {node["node"]: node["wish"] for node in nodes if node.get("reason")}
+        unreached = {node["node"]: node["desired_state"] for node in nodes if node.get("reason")}
         self._silent = {node for node, state in unreached.items() if state in ("", "draining")}
         # Nothing is left on these, and their processes may have ended as requested.
         self._stopped = {node for node, state in unreached.items() if state == "drained"}

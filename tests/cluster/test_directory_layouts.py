@@ -43,7 +43,8 @@ def test_directory_gets_new_replicas_and_passes_them_on(pool):
         "inode": client.stat("/safe").st_ino,
         "replicas": 2,
         "chunk_bytes": 256 * KIB,
-        "wide": False,
+        "striped": False,
+        "wide": False,  # old name, for one release
     }
     assert [table.id for table in pool.pool_map.tables] == [1, 2]
     client.mkdir("/safe/below")

@@ -142,12 +142,16 @@ def test_node_drain_survives_interruptions(pool):
         interrupted(pool, "node", "drain", path, "3", "--wait", begun=lambda: 0 < chains_of(pool, 3) < before)
         load.goes_on()
         first.nvpool("node", "drain", path, "3", "--cancel")
-        until(lambda: node_status(pool, 3).get("wish") == "", "the node shall have its share again", first)
+        until(
+            lambda: node_status(pool, 3).get("desired_state") == "",
+            "the node shall have its share again",
+            first,
+        )
         unlimit_moves(pool)
         load.goes_on()
         first.nvpool("node", "drain", path, "3", "--wait")
         one = node_status(pool, 3)
-        assert (one["wish"], one["chains"], one["etcd"], one["primaries"], one["standbys"]) == (
+        assert (one["desired_state"], one["chains"], one["etcd"], one["primaries"], one["standbys"]) == (
             "drained",
             0,
             False,
@@ -206,7 +210,7 @@ def test_drive_changes_survive_interruptions(pool):
         load.goes_on()
         unlimit_moves(pool)
         first.nvpool("drive", "drain", path, str(full["drive"]), "--wait")
-        assert (drive()["chains"], drive()["wish"]) == (0, "drained")
+        assert (drive()["chains"], drive()["desired_state"]) == (0, "drained")
         first.nvpool("drive", "remove", path, str(full["drive"]))
         load.goes_on()
     pool.until_whole()

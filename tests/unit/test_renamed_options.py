@@ -1,16 +1,23 @@
-"""Old names of configuration keys and mount options: accepted for one release, with a warning."""
+"""Old names of configuration keys, options and fields of JSON results: valid for one release."""
 
+import asyncio
+import json
 import logging
 
 import pytest
 from click.testing import CliRunner
 
+from nvpool.cli import pool_connection
+from nvpool.cli.commands.dir import directory
 from nvpool.cli.mount import mount_nvpool
 from nvpool.cli.mount.command import mount
+from nvpool.cli.output import print_json
 from nvpool.client.state.options import configured
 from nvpool.core import config
 from nvpool.core.errors import BadConfiguration
+from nvpool.core.renamed_fields import RENAMED_FIELDS, with_old_fields, with_present_fields
 from nvpool.mountd.arguments import client_options, parse_words, start_mount_log
+from nvpool.rpc.v1 import pool_pb2
 
 
 @pytest.mark.parametrize(
@@ -129,3 +136,50 @@ def test_mount_daemon_logs_the_old_option(monkeypatch, caplog):
         caplog.clear()
         start_mount_log("mount", parse_words(["h://1", "/mnt/none-here", word]))
         assert sum("now named --no-short-circuit" in one.getMessage() for one in caplog.records) == count
+
+
+@pytest.mark.parametrize("word, warns", [("--wide", True), ("--striped", False)])
+def test_dir_set_reads_both_options(word, warns, monkeypatch):
+    requested = []
+
+    async def set_layout(place, replicas, chunk_bytes, striped):
+        requested.append(striped)
+        return {"path": "/x", "inode": 2, "replicas": 1, "chunk_bytes": 1 << 20, "striped": striped}
+
+    monkeypatch.setattr("nvpool.cli.commands.dir._set", set_layout)
+    done = CliRunner().invoke(directory, ["set", "127.0.0.1:9:/x", word, "--json"])
+    assert done.exit_code == 0, done.output
+    assert requested == [True]
+    assert ("--wide is now named --striped" in done.stderr) == warns
+    assert (shown := json.loads(done.stdout))["striped"] is True and shown["wide"] is True
+
+
+def test_dir_set_help_hides_the_old_option():
+    shown = CliRunner().invoke(directory, ["set", "--help"]).output
+    assert "--striped" in shown and "--wide" not in shown
+
+
+def test_json_results_have_both_names_of_a_field(capsys):
+    print_json({"nodes": [{"node": 2, "desired_state": "draining"}], "wide": "unrelated"})
+    assert json.loads(capsys.readouterr().out) == {
+        "nodes": [{"node": 2, "desired_state": "draining", "wish": "draining"}],
+        "wide": "unrelated",
+    }
+
+
+def test_results_of_an_earlier_supervisor_get_present_names(monkeypatch):
+    status = {"drives": [{"drive": 1, "wish": "lost"}], "chains": {}}
+
+    async def ask(*arguments, **named):
+        return pool_pb2.PoolStatusReply(status=json.dumps(status).encode())
+
+    monkeypatch.setattr(pool_connection, "ask", ask)
+    (drive,) = asyncio.run(pool_connection.status_of("127.0.0.1:9"))["drives"]
+    assert drive["desired_state"] == "lost"
+
+
+def test_both_names_of_a_field_have_one_value():
+    for new, old in RENAMED_FIELDS.items():
+        assert with_old_fields([{new: 1, old: 2}]) == [{new: 1, old: 1}]
+        assert with_present_fields([{new: 1, old: 2}]) == [{new: 1, old: 2}]
+        assert with_present_fields(({old: 2},)) == [{new: 2, old: 2}]

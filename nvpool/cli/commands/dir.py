@@ -26,7 +26,7 @@ examples:
   nvpool dir show /srv/pool:/scratch
   nvpool dir set /srv/pool:/scratch --replicas 1
   nvpool dir set /srv/pool:/models --replicas 3 --chunk-size 4M
-  nvpool dir set /srv/pool:/samples --wide
+  nvpool dir set /srv/pool:/samples --striped
 """,
 )
 def directory() -> None:
@@ -38,7 +38,7 @@ place_argument = click.argument("place", metavar="POOL:/path", type=PlaceType())
 
 @directory.command(
     epilog="""\b
---json prints one object: path, inode, replicas, chunk_bytes, wide
+--json prints one object: path, inode, replicas, chunk_bytes, striped, wide (deprecated: the old name of striped)
 
 \b
 example: nvpool dir show /srv/pool:/models
@@ -80,7 +80,7 @@ def _described(place: PoolPath, attr: Attr) -> dict[str, Any]:
         "inode": attr.inode,
         "replicas": attr.table,
         "chunk_bytes": 1 << attr.chunk_bits,
-        "wide": bool(attr.flags & WIDE_FLAG),
+        "striped": bool(attr.flags & WIDE_FLAG),
     }
 
 
@@ -90,7 +90,7 @@ def _show(place: PoolPath, found: dict[str, Any], as_json: bool) -> None:
     else:
         click.echo(
             f"{place}: new files have {found['replicas']} replica{'' if found['replicas'] == 1 else 's'}, in chunks of "
-            f"{format_bytes(found['chunk_bytes'])}{'; it is wide' if found['wide'] else ''}"
+            f"{format_bytes(found['chunk_bytes'])}{'; it is striped' if found['striped'] else ''}"
         )
 
 
@@ -113,24 +113,30 @@ examples:
 )
 @click.option("--chunk-size", type=ByteSize(), default=0, help="A power of two from 64K to 16M.")
 @click.option(
-    "--wide",
+    "--striped",
     is_flag=True,
     help="Spread the names in it over all metadata shards, for very many names. The "
-    "directory must be empty, and stays wide; its subdirectories are not.",
+    "directory must be empty, and stays striped; its subdirectories are not.",
 )
+@click.option("--wide", is_flag=True, hidden=True, help="Old name of --striped, accepted for one release.")
 @json_option
-def set_(place: PoolPath, replicas: int | None, chunk_size: int, wide: bool, as_json: bool) -> None:
+def set_(
+    place: PoolPath, replicas: int | None, chunk_size: int, striped: bool, wide: bool, as_json: bool
+) -> None:
     """Set the replicas and chunk size of new files in a directory; new subdirectories inherit them.
 
     Existing files keep their layout: copy a file to give it the new one. If the pool has no chains with this number of
     replicas yet, run the command on a node of the pool, because it changes the pool.
     """
-    if not replicas and not chunk_size and not wide:
-        raise click.UsageError("give --replicas, --chunk-size or --wide")
-    _show(place, asyncio.run(_set(place, replicas or 0, chunk_size, wide)), as_json)
+    if wide:
+        say("--wide is now named --striped; the next release refuses the old name")
+        striped = True
+    if not replicas and not chunk_size and not striped:
+        raise click.UsageError("give --replicas, --chunk-size or --striped")
+    _show(place, asyncio.run(_set(place, replicas or 0, chunk_size, striped)), as_json)
 
 
-async def _set(place: PoolPath, replicas: int, chunk_bytes: int, wide: bool) -> dict[str, Any]:
+async def _set(place: PoolPath, replicas: int, chunk_bytes: int, striped: bool) -> dict[str, Any]:
     from nvpool.cli.pool_path import session
     from nvpool.client.state.vfs_types import Caller
     from nvpool.poolmap.file_layout import layout_of
@@ -141,7 +147,7 @@ async def _set(place: PoolPath, replicas: int, chunk_bytes: int, wide: bool) -> 
         attr = await _directory_at(client, place)
         if replicas:
             await have_chains(client, place.pool, replicas)
-        if wide:
+        if striped:
             attr = await client.vfs.spread(attr.inode, Caller(0, 0))
         if replicas or chunk_bytes:
             attr = await client.vfs.hand_down(

@@ -47,10 +47,10 @@ def drive() -> None:
 
 @drive.command(
     epilog="""\b
---json prints one object for each drive: drive, target, node, path, capacity_bytes, used_bytes, state (of its process), wish
-(empty, draining, drained, removing, lost, away), chains (that it holds), share (of all chains), chains_to_come, chains_to_go,
-lacks_room (for those to come), moving_wait (why this drive waits with moving chains or removing moved data), metadata
-(shards with a member on the drive)
+--json prints one object for each drive: drive, target, node, path, capacity_bytes, used_bytes, state (of its process),
+desired_state (empty, draining, drained, removing, lost, away), wish (deprecated: the old name of desired_state), chains (that
+it holds), share (of all chains), chains_to_come, chains_to_go, lacks_room (for those to come), moving_wait (why this drive
+waits with moving chains or removing moved data), metadata (shards with a member on the drive)
 
 \b
 example: nvpool drive ls /srv/pool
@@ -90,10 +90,10 @@ def print_drives(drives: list[dict[str, Any]]) -> None:
 
 
 def state_of(one: dict[str, Any]) -> str:
-    if one["wish"] in ("", "lost", "away"):
-        state: str = one["wish"] or one["state"]
+    if one["desired_state"] in ("", "lost", "away"):
+        state: str = one["desired_state"] or one["state"]
         return state
-    return f"{one['state']}, {one['wish']}"
+    return f"{one['state']}, {one['desired_state']}"
 
 
 def moving_of(one: dict[str, Any]) -> str:
@@ -111,7 +111,7 @@ def moving_of(one: dict[str, Any]) -> str:
 
 def members_to_go(one: dict[str, Any]) -> int:
     """Count the shard members on the drive that have to leave it."""
-    return len(one["metadata"]) if one["wish"] in ("draining", "removing") else 0
+    return len(one["metadata"]) if one["desired_state"] in ("draining", "removing") else 0
 
 
 async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None = None) -> dict[str, Any]:
@@ -211,7 +211,8 @@ def say_what_waits(done: dict[str, Any]) -> None:
 def is_removing_chunks(drives: list[dict[str, Any]]) -> bool:
     """Return whether one of the drives has no chains any more, but still removes their chunks."""
     return any(
-        one["wish"] == "drained" and one["state"] == "serving" and one.get("used_bytes") for one in drives
+        one["desired_state"] == "drained" and one["state"] == "serving" and one.get("used_bytes")
+        for one in drives
     )
 
 
@@ -243,14 +244,16 @@ def _kept_by(seen: dict[str, Any], shards: Collection[int]) -> str:
     While such a node is away, no other node replaces it: most nodes are back soon, and copies on the wrong
     rack would have to move once more. So the text names what the operator can do instead.
     """
-    away = {one["node"]: one for one in seen["nodes"] if one["state"] != "serving" and one["wish"] == ""}
+    away = {
+        one["node"]: one for one in seen["nodes"] if one["state"] != "serving" and one["desired_state"] == ""
+    }
     silent = [
         one
         for one in seen["drives"]
         if one["state"] != "serving"
         and
         # a move does not wait for lost drives or drives that are away
-        (one["chains_to_come"] or (one["chains_to_go"] and one["wish"] not in ("lost", "away")))
+        (one["chains_to_come"] or (one["chains_to_go"] and one["desired_state"] not in ("lost", "away")))
     ]
     nodes = sorted(
         {one["node"] for one in silent} & away.keys()

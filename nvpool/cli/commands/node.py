@@ -296,8 +296,9 @@ def _own_host(address: str) -> str:
 
 @node.command(
     epilog="""\b
---json prints one object for each node: node, name, address, member, state, wish (empty, draining, drained, lost), rack, drives,
-leads, etcd, primaries and standbys (of which shards), chains (that it has or shall have), endpoints
+--json prints one object for each node: node, name, address, member, state, desired_state (empty, draining, drained,
+lost), wish (deprecated: the old name of desired_state), rack, drives, leads, etcd, primaries and standbys (of which shards),
+chains (that it has or shall have), endpoints
 
 \b
 example: nvpool node ls /srv/nvpool
@@ -323,7 +324,7 @@ def print_nodes(nodes: list[dict[str, Any]]) -> None:
             (
                 one["node"],
                 one["name"],
-                one["state"] + (f", {one['wish']}" if one["wish"] else ""),
+                one["state"] + (f", {one['desired_state']}" if one["desired_state"] else ""),
                 one["rack"],
                 one["drives"],
                 roles_of(one),
@@ -380,7 +381,7 @@ def drain(pool: str, number: int, cancel: bool, stop: bool, wait: bool, as_json:
                 f"node {number} is empty, and its processes have ended; remove it on another one with: nvpool node "
                 f"remove POOL {number}"
             )
-        elif done["wish"] == "drained":
+        elif done["desired_state"] == "drained":
             click.echo(f"node {number} is empty; remove it with: nvpool node remove {pool} {number}")
         else:
             click.echo(f"node {number} is being drained: {_left(done)} to go")
@@ -430,25 +431,29 @@ async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> d
 
     def found(seen: dict[str, Any]) -> dict[str, Any]:
         return next(
-            (node for node in seen["nodes"] if node["node"] == number), {"node": number, "wish": "removed"}
+            (node for node in seen["nodes"] if node["node"] == number),
+            {"node": number, "desired_state": "removed"},
         )
 
     def left(seen: dict[str, Any]) -> int:
         one = found(seen)
-        if one["wish"] == "removed":
+        if one["desired_state"] == "removed":
             return 0
         here = [drive for drive in seen["drives"] if drive["node"] == number]
         moving: int = sum(drive["chains_to_come"] + drive["chains_to_go"] for drive in here)
-        if one["wish"] in ("", "drained"):
+        if one["desired_state"] in ("", "drained"):
             return moving + is_removing_chunks(here)
         also: int = (
-            len([*one["primaries"], *one["standbys"]]) + one["etcd"] + one["leads"] + (one["wish"] == "lost")
+            len([*one["primaries"], *one["standbys"]])
+            + one["etcd"]
+            + one["leads"]
+            + (one["desired_state"] == "lost")
         )
         return moving + also
 
     def detail(seen: dict[str, Any]) -> str:
         one = found(seen)
-        if one["wish"] in ("", "removed"):
+        if one["desired_state"] in ("", "removed"):
             return moving_on(seen)
         words = [_left(one), moving_on(seen, [*one["primaries"], *one["standbys"]])]
         return ", ".join(word for word in words if word not in ("", NOTHING))
@@ -479,7 +484,7 @@ def ended_drained(pool: str, number: int) -> dict[str, Any] | None:
                 "node": number,
                 "name": one.name,
                 "state": "stopped",
-                "wish": "drained",
+                "desired_state": "drained",
                 "rack": one.rack,
                 "chains": 0,
                 "primaries": [],
@@ -523,7 +528,7 @@ def remove(pool: str, number: int, lost: bool, give_up: bool, wait: bool, as_jso
         raise click.UsageError("--give-up goes with --lost")
     done = asyncio.run(change(pool, "node-remove", {"node": number, "lost": lost, "give_up": give_up}))
     if not as_json:
-        if lost and done["wish"] != "removed":
+        if lost and done["desired_state"] != "removed":
             click.echo(f"node {number} is given up; what it held is made again from other copies")
         else:
             click.echo(f"node {number} is not in the pool any more")

@@ -31,9 +31,10 @@ def shard() -> None:
 
 @shard.command(
     epilog="""\b
---json prints one object for each shard: shard, node, state (of its primary's process), wish (empty, leaving), partitions (of
-4096, that it holds), partitions_to_come, partitions_to_go, inodes, sessions, term, standbys_wanted, members ([{member, node,
-drive, path, state: primary, up or syncing, leaves: it is on its way out}])
+--json prints one object for each shard: shard, node, state (of its primary's process), desired_state (empty, leaving), wish
+(deprecated: the old name of desired_state), partitions (of 4096, that it holds), partitions_to_come, partitions_to_go,
+inodes, sessions, term, standbys_wanted, members ([{member, node, drive, path, state: primary, up or syncing, leaves: it is on
+its way out}])
 
 \b
 example: nvpool shard ls /srv/pool
@@ -56,7 +57,7 @@ def ls(pool: str, as_json: bool) -> None:
                 *(
                     (
                         one["shard"],
-                        ", ".join(word for word in (one["state"], one["wish"]) if word),
+                        ", ".join(word for word in (one["state"], one["desired_state"]) if word),
                         one["partitions"],
                         moving_of(one),
                         f"{one['inodes']:,}" if one["inodes"] is not None else None,

@@ -98,14 +98,14 @@ def resize(draft: Draft, inode: Inode, size: int) -> None:
 def _spread(view: View, inode: Inode) -> None:
     """Spread the names of the directory over all partitions from here on; it must be empty."""
     if not inode.is_directory:
-        raise NotADirectory("only a directory is wide")
+        raise NotADirectory("only a directory can be striped")
     if inode.flags & records.WIDE:
         return
     if inode.volume:
         raise InvalidRequest("a directory in a volume cannot be striped: a volume is on one shard")
     if view.has_names(inode):
         raise DirectoryNotEmpty(
-            f"directory {inode.number} has names already; make a new one wide, and move them into it"
+            f"directory {inode.number} has names already; make a new striped one, and move them into it"
         )
     inode.flags |= records.WIDE
 

@@ -511,7 +511,7 @@ def drives_status(pool_map: PoolMap, stores: Mapping[int, dict]) -> list[dict]:
                 "used_bytes": store.get("used_bytes"),
                 "state": store.get("state", "stopped" if target.desired_state == "lost" else "unknown"),
                 "in_use": holds[target.id] > 0,
-                "wish": state_of(pool_map, target),
+                "desired_state": state_of(pool_map, target),
                 "chains": holds[target.id],
                 "share": round(holds[target.id] / all_chains, 4),
                 "chains_to_come": come[target.id],

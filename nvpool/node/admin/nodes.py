@@ -164,7 +164,7 @@ class Nodes:
     def _node_status(self, pool_map: PoolMap, number: int) -> dict:
         node = pool_map.node_by_id.get(number)
         if node is None:
-            return {"node": number, "wish": "removed", "epoch": pool_map.epoch}
+            return {"node": number, "desired_state": "removed", "epoch": pool_map.epoch}
         status = {"node": number, "epoch": pool_map.epoch, "waits_for": waits_for(pool_map)}
         return status | node_map_status(pool_map, node, self._leading.leader())
 
@@ -183,7 +183,7 @@ def node_map_status(pool_map: PoolMap, node: Node, leader: int | None) -> dict:
         if node_and_path(shard, member)[0] == node.id
     ]
     return {
-        "wish": admin_state,
+        "desired_state": admin_state,
         "rack": node.rack,
         "leads": leads,
         "etcd": left.etcd,

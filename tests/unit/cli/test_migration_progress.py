@@ -100,14 +100,28 @@ def test_places_are_all_complete_pieces(tmp_path):
 def test_waiting_for_migration_names_what_blocks_it():
     chains = {"paused": False, "filling": 0, "to_copy": 3, "bytes_left": 4096, "seconds_left": 75.0}
     drives = [
-        {"drive": 1, "node": 1, "chains_to_come": 0, "chains_to_go": 0, "wish": "", "state": "silent"},
-        {"drive": 2, "node": 1, "chains_to_come": 3, "chains_to_go": 0, "wish": "", "state": "serving"},
+        {
+            "drive": 1,
+            "node": 1,
+            "chains_to_come": 0,
+            "chains_to_go": 0,
+            "desired_state": "",
+            "state": "silent",
+        },
+        {
+            "drive": 2,
+            "node": 1,
+            "chains_to_come": 3,
+            "chains_to_go": 0,
+            "desired_state": "",
+            "state": "serving",
+        },
     ]
     nodes = [
         {
             "node": number,
             "state": "serving",
-            "wish": "",
+            "desired_state": "",
             "rack": "row-a" if number > 1 else "",
             "primaries": [],
             "standbys": [number],
@@ -116,14 +130,21 @@ def test_waiting_for_migration_names_what_blocks_it():
     ]
     seen = {"drives": drives, "chains": chains, "nodes": nodes}
     assert moving_on(seen, [2]) == "about 4.00 KiB left, 1 min 15 s to go"
-    drives[0] |= {"chains_to_go": 3, "wish": "draining"}
+    drives[0] |= {"chains_to_go": 3, "desired_state": "draining"}
     assert moving_on(seen).startswith("waits for drive 1 to serve again, about"), (
         "no other target may have what it is to copy"
     )
-    drives[0]["wish"] = "lost"
+    drives[0]["desired_state"] = "lost"
     assert moving_on(seen).startswith("about"), "its data is rebuilt from the other copies"
     drives.append(
-        {"drive": 3, "node": 2, "chains_to_come": 3, "chains_to_go": 0, "wish": "", "state": "silent"}
+        {
+            "drive": 3,
+            "node": 2,
+            "chains_to_come": 3,
+            "chains_to_go": 0,
+            "desired_state": "",
+            "state": "silent",
+        }
     )
     assert moving_on(seen) == "waits for drive 3 to serve again, about 4.00 KiB left, 1 min 15 s to go"
     nodes[1]["state"] = "silent"
@@ -134,7 +155,7 @@ def test_waiting_for_migration_names_what_blocks_it():
     assert moving_on(seen, [2]).startswith(waits), (
         "it has a member of the shard of which another member is to be moved"
     )
-    nodes[1]["wish"] = "lost"
+    nodes[1]["desired_state"] = "lost"
     assert moving_on(seen, [2]).startswith("about")
     drives[1]["lacks_room"] = True
     assert moving_on(seen).startswith("drive 2 has no space; add a drive: nvpool drive add POOL PATH, about")
@@ -149,7 +170,7 @@ def test_drain_names_the_waiting_target_and_the_reason():
             "node": 1,
             "chains_to_come": 0,
             "chains_to_go": 3,
-            "wish": "draining",
+            "desired_state": "draining",
             "state": "serving",
             "used_bytes": 8192,
             "moving_wait": "",
@@ -160,7 +181,7 @@ def test_drain_names_the_waiting_target_and_the_reason():
             "node": 1,
             "chains_to_come": 3,
             "chains_to_go": 0,
-            "wish": "",
+            "desired_state": "",
             "state": "serving",
             "used_bytes": 0,
             "moving_wait": "target 4: Busy",
@@ -169,7 +190,11 @@ def test_drain_names_the_waiting_target_and_the_reason():
     seen = {"drives": drives, "chains": chains, "nodes": []}
     assert moving_on(seen) == "drive 2 (target 5): target 4: Busy, about 4.00 KiB left"
     drives[1] |= {"chains_to_come": 0, "moving_wait": ""}
-    drives[0] |= {"chains_to_go": 0, "wish": "drained", "moving_wait": "chunks are kept for 8 s more"}
+    drives[0] |= {
+        "chains_to_go": 0,
+        "desired_state": "drained",
+        "moving_wait": "chunks are kept for 8 s more",
+    }
     chains["to_copy"] = 0
     assert moving_on(seen) == "drive 1 (target 4) removes the last 8.00 KiB: chunks are kept for 8 s more"
     drives[0] |= {"used_bytes": 0}
@@ -184,7 +209,7 @@ def test_waiting_command_reports_a_stall(monkeypatch, capsys, quiet):
         "node": 1,
         "chains_to_come": 0,
         "chains_to_go": 0,
-        "wish": "drained",
+        "desired_state": "drained",
         "state": "serving",
         "used_bytes": 4096,
         "moving_wait": "",
@@ -221,7 +246,7 @@ def test_interrupted_wait_says_that_the_drain_continues(monkeypatch, capsys, nou
             "drive": 2,
             "node": 2,
             "state": "draining",
-            "wish": "draining",
+            "desired_state": "draining",
             "chains_to_go": 7,
             "waits_for": [],
             "chains": 7,

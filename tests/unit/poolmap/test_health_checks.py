@@ -60,7 +60,7 @@ def seen(pool_map, *, silent=(), stores=None, metas=None, admin_states=None, **n
             {
                 "node": one.id,
                 "name": one.name,
-                "wish": admin_states.get(one.id, ""),
+                "desired_state": admin_states.get(one.id, ""),
                 "state": "silent" if one.id in silent else "serving",
             }
             | ({"reason": "no reply"} if one.id in silent else {})

@@ -262,9 +262,9 @@ def test_remedy_keeps_the_placeholder_without_a_pool(capfd, monkeypatch):
 def test_pool_replaces_the_placeholder_only_in_commands():
     assert (
         with_pool(
-            "POOL is nvpool volume rm POOL v; nvpool dir set POOL:/x --wide, nvpool load NEW_POOL f", "/p"
+            "POOL is nvpool volume rm POOL v; nvpool dir set POOL:/x --striped, nvpool load NEW_POOL f", "/p"
         )
-        == "POOL is nvpool volume rm /p v; nvpool dir set /p:/x --wide, nvpool load NEW_POOL f"
+        == "POOL is nvpool volume rm /p v; nvpool dir set /p:/x --striped, nvpool load NEW_POOL f"
     )
     assert with_pool("nvpool node ls POOL", "") == "nvpool node ls POOL"
 

@@ -50,7 +50,7 @@ def directory(tmp_path, monkeypatch):
         write(one, "stop", chains=False)
         return {
             "node": 2,
-            "wish": "draining",
+            "desired_state": "draining",
             "chains": 3,
             "primaries": [],
             "standbys": [],
@@ -72,7 +72,7 @@ def test_waiting_drain_is_done_when_the_daemons_stop(directory):
     write(directory, "share", chains=True)
     done = drained(directory, "--stop", "--wait", "--json")
     assert done.exit_code == 0, done.output
-    assert (shown := json.loads(done.stdout))["wish"] == "drained" and shown["state"] == "stopped"
+    assert (shown := json.loads(done.stdout))["desired_state"] == "drained" and shown["state"] == "stopped"
 
 
 def test_repeated_drain_is_done_only_if_the_map_says_so(directory):
