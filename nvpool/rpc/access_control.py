@@ -12,8 +12,8 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from nvpool.core.errors import AccessDenied
-from nvpool.rpc.api import Call
+from nvpool.core.errors import AccessDenied, InvalidRequest
+from nvpool.rpc.api import MESSAGE_BYTES_MAX, Call
 from nvpool.rpc.peer_limits import identify
 from nvpool.rpc.peer_roles import Credentials, Peer, Role, acts_as, role_of
 from nvpool.rpc.v1 import wire_pb2 as wire
@@ -194,6 +194,17 @@ class CallerRights(NamedTuple):
     """Name that the limits count the caller for (rpc/peer_limits.identify). Empty for nodes, which have no share."""
 
 
+CLIENT_MESSAGE_BYTES_MAX = 288 << 10
+"""Longest message that a client may send, payload not counted: a longer one takes the event loop more than a
+millisecond to decode. It has room for two lists of the most inodes (meta/sessions/table.LISTED_INODES_MAX)."""
+_MESSAGE_BYTES_MAX = {
+    wire.META_OPEN_SESSION: MESSAGE_BYTES_MAX,  # the open files of a session that is resumed, in one list
+    wire.META_LOOKUP_MANY: 384 << 10,
+    wire.DATA_LOCATE: 512 << 10,
+}
+"""Methods with another limit than CLIENT_MESSAGE_BYTES_MAX."""
+
+
 class Callers:
     """Callers of one service. Each connection is examined once: it has one `Peer` for its lifetime."""
 
@@ -232,12 +243,23 @@ class Callers:
         return CallerRights(role, owner, refused, user, account)
 
     def check(self, call: Call) -> CallerRights:
-        """Return the caller of a request. AccessDenied: this caller may not call the method."""
+        """Return the caller of a request.
+
+        AccessDenied: this caller may not call the method. InvalidRequest: the message is longer than a client may
+        send.
+        """
         peer = call.peer
         known = self._known.get(id(peer))
         caller = known[1] if known is not None and known[0] is peer else self.of(peer)
         if call.method in caller.refused:
             raise AccessDenied(_refusal(call.method, caller, peer))
+        if len(call.message) > CLIENT_MESSAGE_BYTES_MAX and caller.account:
+            longest = _MESSAGE_BYTES_MAX.get(call.method, CLIENT_MESSAGE_BYTES_MAX)
+            if len(call.message) > longest:
+                raise InvalidRequest(
+                    f"a client's message of method {wire.Method.Name(call.method)} has at most {longest} bytes, and this "
+                    f"one has {len(call.message)}; send several shorter ones"
+                )
         return caller
 
 

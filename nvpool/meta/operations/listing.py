@@ -30,6 +30,8 @@ from nvpool.rpc.v1 import meta_pb2
 S_IFMT = 0o170000
 LIST_LIMIT, LIST_LIMIT_MAX = 256, 1024
 """Entries in a reply: a thousand of them with attributes hold the event loop for about five milliseconds."""
+STEP_OF_CLIENT = 32
+"""Entries or inodes of a reply to a client before other requests get their turn: a quarter of a millisecond."""
 _CHANGE, _TARGET, _FLAGS, _VOLUME, _CUT, _TABLE = map(
     records.Inode.__slots__.index, ("change", "target", "flags", "volume", "cut", "table")
 )
@@ -38,36 +40,58 @@ WIDE_STEP = 64
 
 
 def listing(
-    view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int], *, names_alone: bool = False
+    view: View,
+    request: meta_pb2.ListDirRequest,
+    now_ns: Callable[[], int],
+    *,
+    names_alone: bool = False,
+    entries_per_step: int = LIST_LIMIT_MAX,
+    note: Callable[[meta_pb2.ListDirReply], None] | None = None,
 ) -> Iterator[meta_pb2.ListDirReply | None]:
     """Entries behind the cursor, or from a name on.
 
-    Yields one reply at the end, and None wherever other requests should get their turn. A name that exists
+    Yields one reply at the end, and None wherever other requests should get their turn: after
+    `entries_per_step` entries at the latest. `note` is called with the part of the reply that each step has
+    made, so the parts are as consistent as pages of a listing are among one another. A name that exists
     from the first request to the last comes exactly once. Names come in the order of their hashes, which in a
     wide directory is also the order of their partitions. A name whose inode is missing is left out (fsck
     handles it). If more entries follow, the reply has at least one entry, after which the client continues.
     `names_alone`: the reply has no attributes, as for inodes of another shard.
     """
+    limit = min(request.limit or LIST_LIMIT, LIST_LIMIT_MAX)
+    whole, left, packed, rights = meta_pb2.ListDirReply(), limit, [], []
     while True:
-        reply, behind = yield from _part(view, request, now_ns, names_alone)
-        if not reply.more or reply.packed or reply.entries:
-            yield reply
+        reply, behind, taken = yield from _part(
+            view, request, now_ns, names_alone, min(left, entries_per_step)
+        )
+        if note is not None:
+            note(reply)
+        left -= taken
+        packed.append(reply.packed)
+        rights.append(reply.grants)
+        whole.entries.extend(reply.entries)
+        whole.lease_ms = whole.lease_ms or reply.lease_ms
+        if not reply.more or (left <= 0 and (whole.entries or any(packed))):
+            whole.more, whole.next = reply.more, reply.next
+            whole.packed, whole.grants = b"".join(packed), b"".join(rights)
+            yield whole
             return
+        if left <= 0:
+            left = limit
         yield None
         request.cursor, request.name = behind, b""
 
 
 def _part(
-    view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int], names_alone: bool
-) -> Generator[None, None, tuple[meta_pb2.ListDirReply, int]]:
-    """Reply with up to `limit` entries, and the cursor behind all of them.
+    view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int], names_alone: bool, limit: int
+) -> Generator[None, None, tuple[meta_pb2.ListDirReply, int, int]]:
+    """Reply with up to `limit` entries, the cursor behind all of them, and their count.
 
-    Entries that cannot be shown are left out of the reply.
+    Entries that cannot be shown are left out of the reply, and are counted.
     """
     from_hash, leave_out = cursor_parts(request.cursor)
     if request.name:
         from_hash, leave_out = view.name_hash(request.inode, request.name), 0
-    limit = min(request.limit or LIST_LIMIT, LIST_LIMIT_MAX)
     directory = view.listed(request.inode, from_hash, request.spread)
     wide = bool(directory.flags & records.WIDE)
     partition = partition_of_name(directory.number, wide, from_hash)
@@ -89,7 +113,7 @@ def _part(
             break
         start, end = records.dentry_range(partition, directory.number)
     # other requests may have changed the entries that were found before they got their turn
-    reply, cursor = _listed(
+    reply, cursor, taken = _listed(
         view,
         request,
         found,
@@ -102,7 +126,7 @@ def _part(
     )
     if behind and not reply.more:
         reply.next = cursor_at(behind)
-    return reply, cursor
+    return reply, cursor, taken
 
 
 def _listed(
@@ -115,7 +139,7 @@ def _listed(
     issues_leases: bool,
     now_ns: Callable[[], int],
     names_alone: bool,
-) -> tuple[meta_pb2.ListDirReply, int]:
+) -> tuple[meta_pb2.ListDirReply, int, int]:
     reply, behind = meta_pb2.ListDirReply(), request.cursor
     places: list[tuple[bytes, int, int, int]] = []  # name, cursor behind the name, inode, kind
     before, equal = from_hash, 0
@@ -162,13 +186,13 @@ def _listed(
             # in restricted volumes each grant needs its own request, so that it is checked
             if request.rights & READ and leased and not view.access.restricted:
                 reply.grants = _grants(view, request.session, inodes, leased, now_ns())
-            return reply, behind
+            return reply, behind, taken
     for at, (name, cursor, number, kind) in enumerate(places):
         entry = reply.entries.add(name=name, cursor=cursor, inode=number, kind=kind)
         if request.attrs and inodes[at][_CHANGE]:
             fill_attr(entry.attr, records.Inode(*inodes[at]))
             entry.promised = number in leased
-    return reply, behind
+    return reply, behind, taken
 
 
 def _grants(view: View, session: int, inodes: list[tuple], leased: Collection[int], now_ns: int) -> bytes:
@@ -211,6 +235,31 @@ def attributes(view: View, request: meta_pb2.GetAttrManyRequest, now_ns: int) ->
     if request.rights & READ and leased and not view.access.restricted:  # as in a listing
         reply.grants = _grants(view, request.session, inodes, leased, now_ns)
     return reply
+
+
+def attributes_in_steps(
+    view: View,
+    request: meta_pb2.GetAttrManyRequest,
+    now_ns: Callable[[], int],
+    inodes_per_step: int = LIST_LIMIT_MAX,
+) -> Iterator[meta_pb2.GetAttrManyReply | None]:
+    """As `attributes`. Yields one reply at the end, and None wherever other requests should get their turn."""
+    check_inode_count(request.inodes)
+    reply, packed, rights = meta_pb2.GetAttrManyReply(), [], []
+    for first in range(0, len(request.inodes), 8 * inodes_per_step):
+        if first:
+            yield None
+        some = meta_pb2.GetAttrManyRequest(
+            session=request.session,
+            inodes=request.inodes[first : first + 8 * inodes_per_step],
+            rights=request.rights,
+        )
+        part = attributes(view, some, now_ns())
+        packed.append(part.packed)
+        rights.append(part.grants)
+        reply.lease_ms = reply.lease_ms or part.lease_ms
+    reply.packed, reply.grants = b"".join(packed), b"".join(rights)
+    yield reply
 
 
 def check_inode_count(packed: bytes) -> None:

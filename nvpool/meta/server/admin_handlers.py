@@ -21,7 +21,7 @@ from nvpool.meta.fsck.directory_connectivity import climb
 from nvpool.meta.fsck.repair import undivided
 from nvpool.meta.fsck.walker import Fsck, Mend
 from nvpool.meta.operations import queries as lookup_operations
-from nvpool.meta.operations.listing import attributes, listing
+from nvpool.meta.operations.listing import LIST_LIMIT_MAX, STEP_OF_CLIENT, attributes_in_steps, listing
 from nvpool.meta.state import records
 from nvpool.meta.state.record_locks import LockedRecord
 from nvpool.meta.state.shard_identity import has_root, take_identity
@@ -49,8 +49,16 @@ class AdminHandlers:
         shown = user is None or self._users.listed(self._view, user, request)
         self._reply_in_steps(
             call,
-            listing(self._view, request, self._clock.wall_ns, names_alone=not shown),
-            partial(self._users.note_listing, user, request.inode) if user is not None and shown else None,
+            listing(
+                self._view,
+                request,
+                self._clock.wall_ns,
+                names_alone=not shown,
+                entries_per_step=STEP_OF_CLIENT if self._account(call) else LIST_LIMIT_MAX,
+                note=partial(self._users.note_listing, user, request.inode)
+                if user is not None and shown
+                else None,
+            ),
         )
 
     def _lookup_many(self, call: Call) -> None:
@@ -59,7 +67,12 @@ class AdminHandlers:
         self._sessions.of(request.session, self._owner(call))
         user = self._user(call)
         look_up = (
-            lookup_operations.lookup_many
+            partial(
+                lookup_operations.lookup_many,
+                names_per_step=lookup_operations.LOOKUP_STEP_OF_CLIENT
+                if self._account(call)
+                else lookup_operations.LOOKUP_STEP,
+            )
             if user is None
             else partial(self._users.lookup_many, credentials=user)
         )
@@ -74,7 +87,10 @@ class AdminHandlers:
                 call, self._users.getattr_many(self._view, request, self._clock.wall_ns, user)
             )
             return
-        call.reply(attributes(self._view, request, self._clock.wall_ns()).SerializeToString())
+        inodes_per_step = STEP_OF_CLIENT if self._account(call) else LIST_LIMIT_MAX
+        self._reply_in_steps(
+            call, attributes_in_steps(self._view, request, self._clock.wall_ns, inodes_per_step)
+        )
 
     def _parts(self, call: Call) -> None:
         self._counters["requests"] += 1
@@ -97,31 +113,41 @@ class AdminHandlers:
                 except NvpoolError as error:
                     _log.info("a part of a directory cannot be given back yet: %s", error)
 
-    def _reply_in_steps(self, call: Call, steps: Iterator, note: Callable[[Any], None] | None = None) -> None:
-        """Run a generator of reply steps. `note` is called with the reply before the reply is sent."""
+    def _account(self, call: Call) -> str:
+        """Peer whose steps take turns with those of other peers; "" for a node, which is trusted."""
+        return self._callers.of(call.peer).account
+
+    def _reply_in_steps(self, call: Call, steps: Iterator) -> None:
+        """Run a generator of reply steps, which yields None after each step but the last, and then the reply.
+
+        The first step runs immediately, unless the peer is not trusted and another step of such a peer has
+        run in this iteration of the event loop (rpc/step_queue).
+        """
         access, caller = self._view.access, self._view.access.caller
-        reply = next(steps)
-        if reply is not None:
-            if note is not None:
-                note(reply)
-            call.reply(reply.SerializeToString())
-            return
+        account = self._account(call)
+        if not account or self._steps.try_begin():
+            reply = next(steps)
+            if reply is not None:
+                call.reply(reply.SerializeToString())
+                return
 
         async def go_on() -> None:
             try:
                 while True:
+                    if account:
+                        await self._steps.turn(account)
+                    else:
+                        await asyncio.sleep(0)
+                    if call.cancelled:
+                        return
                     access.caller = caller
                     try:
-                        found = next(steps, self)
+                        found = next(steps)
                     finally:
                         access.caller = None
-                    if found is self:
-                        return
                     if found is not None:
-                        if note is not None:
-                            note(found)
                         call.reply(found.SerializeToString())
-                    await asyncio.sleep(0)
+                        return
             except LockedRecord as held:
                 await held.wait()
                 self.handle(call)

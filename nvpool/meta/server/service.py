@@ -70,6 +70,7 @@ from nvpool.poolmap.model import PoolMap
 from nvpool.poolmap.shards.partitions import partition_of_name
 from nvpool.rpc.access_control import Callers
 from nvpool.rpc.api import Call
+from nvpool.rpc.step_queue import StepQueue
 from nvpool.rpc.target_calls import TargetDialer
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
@@ -115,6 +116,7 @@ class MetaService(AdminHandlers, SessionHandlers, VolumeHandlers):
         self._runs = AdminJobs(clock)
         self._loading: Load | None = None
         self._targets = Targets(dialer, clock, grant_secret, shard)
+        self._steps = StepQueue()
         self._waits = DeferredReplies(clock, f"shard {shard}", self._die, self._callers.operators)
         self._revocations = Revocations(
             clock, options, take_right, lambda: self._map.epoch if self._map is not None else 0

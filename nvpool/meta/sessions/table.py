@@ -383,7 +383,7 @@ class Sessions:
         if inode:
             self.close(session, inode)
 
-    def release(self, session: Session, inodes: tuple[int, ...]) -> None:
+    def release(self, session: Session, inodes: Sequence[int]) -> None:
         """Close these inodes, one handle each, on behalf of the client.
 
         The client has therefore received the answer to the change that opened them.
@@ -453,11 +453,10 @@ class Sessions:
                 self.open(session, attr.inode)
                 slot.opened = attr.inode
 
-    def name(self, session: Session, inodes: Sequence[int], named: bool) -> None:
+    def state_open(self, session: Session, inodes: Iterable[int]) -> None:
         """Add inodes that the client reports as open, once each.
 
-        A handle that came with a migrated partition is not counted twice. `named`: these are the last of all
-        open inodes.
+        A handle that came with a migrated partition is not counted twice.
         """
         for inode in inodes:
             known = session.brought.get(inode, 0)
@@ -466,10 +465,14 @@ class Sessions:
             else:
                 self.check_room(session)
                 self.open(session, inode)
-        for inode in inodes if named else ():
+
+    @staticmethod
+    def end_stated(session: Session, inodes: Sequence[int]) -> None:
+        """Note that the client has reported these as the last of its open inodes; further opens are new."""
+        for inode in inodes:
             session.brought.pop(inode, None)
         if not inodes:
-            session.brought.clear()  # the client has reported all; further opens are new
+            session.brought.clear()
 
     def forget(self, partitions: frozenset[int]) -> None:
         """Forget open files in these partitions, which belong to another shard now."""

@@ -41,8 +41,9 @@ HANDOVER = Struct("<QI4x16sd")
 Its fields: target, slots of the store's table, token, CLOCK_BOOTTIME of the store."""
 INODE = Struct("<Q")
 
-BATCH_ENTRIES_MAX = 8192
-"""Most entries of a batch: 8,192 reads of one block are the largest payload."""
+BATCH_ENTRIES_MAX = 256
+"""Most entries of a batch, as clients send them (GATHER_READS in client/data/chunk_client): half a millisecond of
+a store's event loop."""
 
 CLIENT_CACHES = 1
 """Flag of a read: the client caches the data itself, so the drive's cache need not keep them."""

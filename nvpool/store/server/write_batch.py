@@ -24,8 +24,8 @@ from nvpool.store.chunks.read_batch import RESULT
 from nvpool.store.replication.role import Replica
 
 WRITE = struct.Struct("<QQQIIIHH")
-BREATH_BYTES = 4 << 20
-"""Bytes written for one call before other calls get a turn: about 4 ms.
+BREATH_BYTES = 256 << 10
+"""Bytes written for one call before other calls get a turn: a quarter of a millisecond.
 
 A write counts as one block at least, since it costs as much."""
 

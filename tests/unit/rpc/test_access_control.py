@@ -166,6 +166,17 @@ def test_callers_are_named_by_certificate_and_uid():
     )
 
 
+def test_long_messages_of_clients_are_refused():
+    callers = Callers()
+    for method, most in ((Method.META_RELEASE, 288 << 10), (Method.META_LOOKUP_MANY, 384 << 10)):
+        callers.check(DirectCall(method, bytes(most), peer=CLIENT))
+        callers.check(DirectCall(method, bytes(most + 1), peer=NODE_AFAR))
+        for peer in (CLIENT, USER_HERE):
+            with pytest.raises(InvalidRequest, match=f"has at most {most} bytes.*send several shorter ones"):
+                callers.check(DirectCall(method, bytes(most + 1), peer=peer))
+    callers.check(DirectCall(Method.META_OPEN_SESSION, bytes(4 << 20), peer=CLIENT))
+
+
 def test_callers_of_many_connections_are_distinguished():
     callers = Callers()
     for number in range(10_000):  # their addresses in memory are reused

@@ -23,6 +23,7 @@ from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.core.posix.acl import ACCESS, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, AclEntry, encode_acl
 from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.operations import setattr as valid
+from nvpool.meta.operations.listing import STEP_OF_CLIENT
 from nvpool.meta.server import local_user_permissions
 from nvpool.meta.server.dispatch_table import CHANGES, QUERIES
 from nvpool.meta.server.service import MetaOptions, MetaService
@@ -516,6 +517,52 @@ async def test_many_inodes_are_checked_in_steps(place):
         assert call.answer is None, "other requests get their turn"
         message, _ = await call.wait()
     assert DirectoryPage(pb.GetAttrManyReply.FromString(message).packed).inodes == [*files, home.inode]
+
+
+@scenario
+async def test_long_requests_of_a_client_give_the_same_in_steps(place):
+    count = 3 * STEP_OF_CLIENT + 5
+    files = await deep_files(place, depth=1, count=count)
+    directory = (await place.us.lookup(ROOT, b"d")).attr.inode
+    names = [pb.NamesIn(parent=directory, names=[b"%d" % number for number in range(count + 2)])]
+    page = {"inode": directory, "limit": count - 3, "packed": True, "attrs": True}
+
+    async def replies(method, request, reply, **fields):
+        ours, theirs = (
+            client.send(method, request(session=client.session, **fields))
+            for client in (place.us, place.root)
+        )
+        assert ours.answer is None, "other requests get their turn"
+        return [reply.FromString((await call.wait())[0]) for call in (ours, theirs)]
+
+    def shown(found):
+        listed = DirectoryPage(found.packed)
+        return listed.inodes, listed.names
+
+    ours, theirs = await replies("LIST", pb.ListDirRequest, pb.ListDirReply, **page)
+    assert shown(ours) == shown(theirs) and len(shown(ours)[0]) == count - 3 and ours.more and theirs.more
+    ours, theirs = await replies(
+        "GETATTR_MANY", pb.GetAttrManyRequest, pb.GetAttrManyReply, inodes=packed(*files)
+    )
+    assert shown(ours) == shown(theirs) and shown(ours)[0] == files
+    ours, theirs = await replies("LOOKUP_MANY", pb.LookupManyRequest, pb.LookupManyReply, directories=names)
+    for one, other in zip(ours.found, theirs.found, strict=True):
+        assert (one.error, one.entry.attr.inode) == (other.error, other.entry.attr.inode)
+
+
+@scenario
+async def test_change_of_a_mode_takes_effect_within_a_long_request(place):
+    files = await deep_files(place, depth=1, count=20)
+    directory = (await place.us.lookup(ROOT, b"d")).attr.inode
+    asked = pb.GetAttrManyRequest(session=place.us.session, inodes=packed(*files))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_user_permissions, "STEP_WORK", 1)
+        patch.setattr(local_user_permissions, "CHECK_KEPT_NS", 0)
+        call = place.us.send("GETATTR_MANY", asked)
+        assert call.answer is None
+        await place.root.setattr(directory, valid.MODE, mode=stat.S_IFDIR | 0o700)
+        message, _ = await call.wait()
+    assert 0 < len(DirectoryPage(pb.GetAttrManyReply.FromString(message).packed).inodes) < len(files)
 
 
 @scenario
