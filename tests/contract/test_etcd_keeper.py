@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from nvpool.cluster.coordinator_relay import LastKnownMap, Relay
 from nvpool.cluster.etcd.coordinator import EtcdCoordinator
+from nvpool.cluster.switchable_coordinator import LastKnownMap, Relay
 from nvpool.core.config import Config
 from nvpool.core.errors import StaleIdentity, Unavailable
 from nvpool.host.pool_directory import PoolDirectory

@@ -65,7 +65,7 @@ from nvpool.meta.store_client import Targets
 from nvpool.meta.transactions.service import CrossShardTransactions
 from nvpool.meta.volumes.handlers import VolumeHandlers
 from nvpool.meta.volumes.removal import Removal
-from nvpool.meta.volumes.revocation import Revocations, TakeRight
+from nvpool.meta.volumes.right_revocation import Revocations, TakeRight
 from nvpool.poolmap.model import PoolMap
 from nvpool.poolmap.shards.partitions import partition_of_name
 from nvpool.rpc.access_control import Callers

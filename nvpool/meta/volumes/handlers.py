@@ -46,7 +46,7 @@ from nvpool.meta.state.volume_records import (
     volume_of_key,
 )
 from nvpool.meta.volumes.removal import STEP, Removal, removed
-from nvpool.meta.volumes.revocation import ALL, lost_rights
+from nvpool.meta.volumes.right_revocation import ALL, lost_rights
 from nvpool.rpc.api import Call
 from nvpool.rpc.peer_roles import Credentials
 from nvpool.rpc.v1 import meta_pb2 as pb

@@ -16,9 +16,9 @@ import shutil
 from math import inf
 
 from nvpool.cluster.coordinator_api import WATCH_S_MAX
-from nvpool.cluster.coordinator_relay import LastKnownMap
 from nvpool.cluster.etcd.client import answers_alone
 from nvpool.cluster.etcd.coordinator import EtcdCoordinator
+from nvpool.cluster.switchable_coordinator import LastKnownMap
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.config import Config
 from nvpool.core.errors import InvalidRequest, NvpoolError, Refused, StaleIdentity, StaleLease, Unavailable

@@ -22,10 +22,10 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from nvpool.cluster.coordinator_api import MapCoordinator
-from nvpool.cluster.coordinator_relay import LastKnownMap, Relay
 from nvpool.cluster.embedded_coordinator import EmbeddedCoordinator
 from nvpool.cluster.etcd.client import EtcdCertificates
 from nvpool.cluster.etcd.coordinator import EtcdCoordinator
+from nvpool.cluster.switchable_coordinator import LastKnownMap, Relay
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.config import Config, NetworkConfig
 from nvpool.core.endpoint import host_port

@@ -15,7 +15,7 @@ from nvpool.core.errors import BY_WIRE_CODE, Busy, Cancelled, InvalidRequest, Nv
 from nvpool.core.ids import RequestId, is_done
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.store.chunks.api import ALL_INODES, MustWait, check_table
-from nvpool.store.chunks.block_store_api import BlockStore
+from nvpool.store.chunks.block_store_parts import BlockStore
 from nvpool.store.chunks.read_batch import READ, RESULT
 from nvpool.store.disk.allocator import SpacePending, Transaction
 from nvpool.store.disk.index_records import Head, with_request

@@ -10,7 +10,7 @@ from __future__ import annotations
 from nvpool.core.errors import CorruptRecord
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.store.chunks.api import ChunkCopy, check_copy
-from nvpool.store.chunks.block_store_api import BlockStore
+from nvpool.store.chunks.block_store_parts import BlockStore
 from nvpool.store.disk.allocator import SpacePending, Transaction
 from nvpool.store.disk.index_records import SEGMENT_BLOCKS, IndexSegment, decode_segment, segment_key
 

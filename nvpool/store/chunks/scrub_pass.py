@@ -25,7 +25,7 @@ from nvpool.core.checksum import first_bad_block
 from nvpool.core.errors import CorruptRecord, InvalidRequest, WrongFormat
 from nvpool.core.units import BLOCK_BYTES
 from nvpool.store.chunks.api import ScrubStep
-from nvpool.store.chunks.block_store_api import BlockStore
+from nvpool.store.chunks.block_store_parts import BlockStore
 from nvpool.store.disk.allocator import GROUP_BITS, GROUP_BLOCKS, Transaction
 from nvpool.store.disk.bad_blocks import BadBlock
 from nvpool.store.disk.index_records import SEGMENT_BITS, IndexSegment, decode_segment, split_segment_key

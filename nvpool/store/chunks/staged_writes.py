@@ -12,7 +12,7 @@ import asyncio
 from nvpool.core.errors import Busy
 from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks.api import MustWait, Placed
-from nvpool.store.chunks.block_store_api import BlockStore
+from nvpool.store.chunks.block_store_parts import BlockStore
 from nvpool.store.disk.allocator import SpacePending, Transaction
 
 _TRIES_MAX = 1000

@@ -24,7 +24,7 @@ from nvpool.kv.api import Effect
 from nvpool.poolmap.chains.protocol import after_cut, raised
 from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks.api import LOST_CHECKSUM, MustWait
-from nvpool.store.chunks.block_store_api import BlockStore
+from nvpool.store.chunks.block_store_parts import BlockStore
 from nvpool.store.chunks.index import SEGMENTS_MAX
 from nvpool.store.disk.allocator import SpacePending, Transaction
 from nvpool.store.disk.index_records import (

@@ -17,8 +17,8 @@ from nvpool.core.posix.byte_range_locks import EXCLUSIVE
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.server.service import MetaService
 from nvpool.meta.state.volume_records import LISTED, SEALED, VolumeRecord
-from nvpool.meta.volumes import revocation
-from nvpool.meta.volumes.revocation import ALL, Revocations, lost_rights
+from nvpool.meta.volumes import right_revocation
+from nvpool.meta.volumes.right_revocation import ALL, Revocations, lost_rights
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.sdk.async_filesystem import AsyncFileSystem
@@ -126,11 +126,11 @@ async def test_sealing_and_removal_revoke_older_tokens(bench):
 async def test_silent_target_is_reported(bench):
     await bench.fs.volumes.grant("v", ONE, "ro")
     bench.pool.unaware = {2}
-    wait_s, revocation.WAIT_S = revocation.WAIT_S, 0.2
+    wait_s, right_revocation.WAIT_S = right_revocation.WAIT_S, 0.2
     try:
         assert (await bench.fs.volumes.revoke("v", ONE)).revoked_in_s == 130
     finally:
-        revocation.WAIT_S = wait_s
+        right_revocation.WAIT_S = wait_s
     assert (await bench.fs.volumes.set("v", trash_s=5)).revoked_in_s == 0
 
 
@@ -194,7 +194,7 @@ def test_lost_rights_are_computed_from_the_old_record(before, after, lost):
 
 
 def test_revocation_is_pending_until_the_map_has_it(monkeypatch):
-    monkeypatch.setattr(revocation, "WAIT_S", 0.0)
+    monkeypatch.setattr(right_revocation, "WAIT_S", 0.0)
     asked, answers = [], [Unavailable("no leader"), [], InvalidRequest("not known")]
 
     async def take_right(request):
