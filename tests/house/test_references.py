@@ -22,15 +22,20 @@ PAGES = sorted(
 )
 
 PACKAGES = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
+FOLDERS = sorted({path.parent.name for path in SOURCES} - {PACKAGE.name})
 MODULE = re.compile(
-    rf"(?<![\w./~:{{}}<-])(?:nvpool/)?((?:{'|'.join(PACKAGES)})(?:/[a-z_][a-z_0-9]*)+)(?![\w/-])(?:\.(\w+))?"
+    rf"(?<![\w./~:{{}}<-])(?:nvpool/)?((?:{'|'.join(FOLDERS)})(?:/[a-z_][a-z_0-9]*)+)(?![\w/-])(?:\.(\w+))?"
 )
-"""A module or folder by its path in the package: `rpc/api`; also with a name in it: `core/errors.Busy`."""
+"""A module or folder by its path in the package: `rpc/api`; also with a name in it: `core/errors.Busy`.
+
+A docstring may leave out the packages that its own module is in, a diagram the top-level package."""
 MEMBER = re.compile(r"(?<![\w./-])(_?[A-Z]\w*[a-z]\w*)\.([a-z_]\w*)")
 """A method or attribute of a class: `View.inode`."""
+SOURCE_FILE = re.compile(r"(?<![\w./-])\w+\.(?:py|pyx|pxd)\b")
+"""A source file without its folder."""
 FILES = frozenset(("c", "h", "json", "md", "py", "pxd", "pyi", "pyx", "sock", "toml"))
-OTHERS = frozenset(("client/writer", "client/restored", "client/ws1", "node/alpha"))
-"""Names of certificates, which are written like paths of modules."""
+OTHERS = frozenset(("client/writer", "client/restored", "client/ws1", "node/alpha", "read/write"))
+"""Names of certificates and other words, which are written like paths of modules."""
 LIBRARIES = frozenset(("SSLObject",))
 """Classes of libraries that references name."""
 
@@ -67,6 +72,19 @@ def has_member(name, member, seen=()):
 
 
 @cache
+def source_file_names():
+    folders = [PACKAGE, *(ROOT / folder for folder in ("tests", "tools", "bench"))]
+    return {path.name for folder in folders for path in folder.rglob("*.p*")}
+
+
+@cache
+def is_alive(path, name, bases):
+    """Whether the path names a module, a folder or a file below one of these folders or below the checkout."""
+    return any(names_a_module(base + path, name) for base in bases) or any(
+        (ROOT / f"{path}{suffix}").exists() for suffix in ("", ".py", f".{name}")
+    )
+
+
 def names_a_module(path, name):
     folder, _, last = path.rpartition("/")
     files = [PACKAGE / folder / f"{last}.{suffix}" for suffix in ("py", "pyx", "pxd", "h", "c")]
@@ -78,11 +96,11 @@ def names_a_module(path, name):
     )
 
 
-def dead_references(text):
+def dead_references(text, bases=("",)):
     modules = [
         found.group()
         for found in MODULE.finditer(text)
-        if found[1] not in OTHERS and not names_a_module(found[1], found[2])
+        if found[1] not in OTHERS and not is_alive(found[1], found[2], bases)
     ]
     members = [
         found.group()
@@ -112,7 +130,9 @@ def remarks(path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_remarks_name_existing_code(path):
-    assert not dead_references(remarks(path))
+    folders = path.relative_to(PACKAGE).parent.parts
+    bases = tuple("".join(f"{folder}/" for folder in folders[:depth]) for depth in range(len(folders) + 1))
+    assert not dead_references(remarks(path), bases)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -120,3 +140,12 @@ def test_pages_name_existing_code(page):
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     quoted = [text for text in re.findall(r"`([^`\n]+)`", prose) if " " not in text]
     assert not dead_references("\n".join(quoted))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_diagrams_name_existing_code(page):
+    """Blocks without a language are diagrams; the others are commands, code and files of users."""
+    blocks = re.findall(r"^```(\S*)\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    diagrams = "\n".join(block for language, block in blocks if not language)
+    assert not dead_references(diagrams, ("", *(f"{package}/" for package in PACKAGES)))
+    assert not set(SOURCE_FILE.findall(diagrams)) - source_file_names()

@@ -13,8 +13,8 @@ checksum does not match. Blocks that did not exist when the location was fetched
 read through the store. Memory is bounded. Nothing here waits, and nothing raises: without a location the
 result is None.
 
-Used by the reader, `read/batch` and the chunk client on one event loop; by `read/threads` from any thread
-(`look`, `hit`, `may_serve`).
+Used by the reader, `read/batch` and the chunk client on one event loop; by `read/caller_thread_reads` from any
+thread (`look`, `hit`, `may_serve`).
 """
 
 from __future__ import annotations
@@ -704,7 +704,7 @@ def _memory(length: int) -> memoryview:
 
 
 def _places(runs: array, blocks: int) -> tuple[int, array]:
-    """(base, places) for a Located. CorruptFrame: the runs do not cover the blocks."""
+    """(base, places) for BlockLocations. CorruptFrame: the runs do not cover the blocks."""
     if len(runs) == 1 and runs[0] >> 12 and (runs[0] & 4095) + 1 == blocks:
         return runs[0] >> 12, array("Q")
     places = array("Q")

@@ -156,7 +156,7 @@ class Reader:
     def begin_small(self, file: OpenInode, offset: int, length: int, then: Callable) -> SmallFilePart | None:
         """Submit a read of a small file without a task. The caller has tried `content_now` before.
 
-        `then` as in Later. None: there was no side effect; the file is not small, has local writes, or its
+        `then` as in ImmediateFuture. None: there was no side effect; the file is not small, has local writes, or its
         end must be requested.
         """
         size = file.attr.size

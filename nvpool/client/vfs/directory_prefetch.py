@@ -2,7 +2,7 @@
 
 A data loader reads the files of a directory like that, each once and at random, so no name predicts the next
 one. A listing brings all names with attributes, leases and the right to read, for a third of the cost of
-look-ups at the shard and the mount, and without waiting. `prefetch_policy` decides when it is worth it. The
+look-ups at the shard and the mount, and without waiting. `lookup_prefetch` decides when it is worth it. The
 listing runs in the background of the look-ups, in bounded steps, and only for directories that fit into the
 cache. Cached data is left as it is, except for a missing right to read. Used by `lookup_batcher`.
 """

@@ -27,7 +27,7 @@ _fast_writes = load_compiled("nvpool.client.write._fast_writes")
 
 
 class JournaledClient(Protocol):
-    """A client (vfs/client) that may have a crash journal; the compiled module reads its other parts."""
+    """A client (vfs/filesystem) that may have a crash journal; the compiled module reads its other parts."""
 
     @property
     def keeping(self) -> CrashJournal | None:

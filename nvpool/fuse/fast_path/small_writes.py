@@ -2,7 +2,7 @@
 
 Compiled steps from the kernel's request to client/write/fast_writes, and from there to the reply. Used if the
 compiled module was built (`_writes`); the reference implementation is the slow path of every request, by
-fuse/dispatch, ops and vfs/files, which does the same.
+fuse/dispatch, fuse/ops and client/vfs/files, which does the same.
 
 The fast path covers a request that is not resent, of this process, by a caller that drops no set-id bits; and
 a FLUSH of a file without locks here, which starts as `Files.begin_flush` says. All other requests are left to

@@ -1,6 +1,6 @@
 """Pools of several nodes with a client's mount, and a checking load on it, for tests of node failures.
 
-Used by tests; needs what `env/nodes` needs, and /dev/fuse.
+Used by tests; needs what `env/namespaces` needs, and /dev/fuse.
 """
 
 from __future__ import annotations

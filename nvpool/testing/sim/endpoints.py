@@ -4,7 +4,7 @@
 
 Over TCP a process shows the certificate of its node (`Peer.member`), as with TLS; over a unix socket it shows
 nothing. A daemon reaches its own supervisor over TCP, with the name of its node, while the unix socket is
-broken. Used by `sim/pool`, `sim/management` and `sim/faults`.
+broken. Used by `sim/pool`, `sim/control_plane` and `sim/faults`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Three processes on simulated nodes, which fail like all others. One of them lead
 otherwise another one is elected after a while, and all leases are restarted. A member without a majority does
 not answer, or answers that it has no leader, and ends its watches; a call whose member falls silent may have
 been executed. Consensus itself is not simulated: a committed change is never lost. `SimCalls` connects
-`cluster/etcd/coordinator` to it. Made by `sim/management`.
+`cluster/etcd/coordinator` to it. Made by `sim/control_plane`.
 """
 
 from __future__ import annotations

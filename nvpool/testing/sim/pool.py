@@ -1,7 +1,7 @@
 """SimPool: management, metadata, stores and clients as processes of simulated nodes, on one virtual loop.
 
-Services, clients, management (`sim/management`), members of shards and their engines (on files in a directory
-in memory), the transport contract and message formats are real. Time, network, etcd, the drives of stores
+Services, clients, management (`sim/control_plane`), members of shards and their engines (on files in a
+directory in memory), the transport contract and message formats are real. Time, network, etcd, the drives of stores
 (fakes in memory, whose calls are steps at which a process can die), and the start and the monitoring of
 processes are simulated. Used by `sim/scenario`.
 """

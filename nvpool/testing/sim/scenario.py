@@ -4,7 +4,7 @@
     python -m nvpool.testing.sim.scenario --seeds 1000    from 1 on; ends at the first violation
 
 Checked are: replies to clients about blocks, names, sizes, appended records, locks
-(`sim/workloads/file_data`, `sim/workloads/names`, `sim/workloads/listing`) and volumes
+(`sim/workloads/file_data`, `sim/workloads/namespace`, `sim/workloads/listing`) and volumes
 (`sim/workloads/quotas`); the final content; that fsck finds nothing, replicas are equal, and chains and
 partitions are complete at the end; that drains end (`sim/workloads/drains`); that no client waits for ever
 and no process gets an error that is a bug; and the invariants of `sim/invariants` all the time.

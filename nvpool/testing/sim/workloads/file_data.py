@@ -1,5 +1,5 @@
 """Workloads on blocks, sizes, appended records and locks, and checks of the replies. Names are in
-`sim/workloads/names`.
+`sim/workloads/namespace`.
 
 Each kind of work has operations for one client (`acts`: frequency, function), a final look when all is quiet,
 and a list of problems. An operation that fails has an unknown outcome. Used by `sim/scenario`.
