@@ -29,7 +29,8 @@ examples:
 def fsck(pool: str, repair: bool, scrub: bool, as_json: bool) -> int:
     """Check a pool while it serves: the metadata, the chunks that belong to it, and the checksum of every block.
 
-    With --repair and the pool's directory as POOL, chunks that belong to no file are removed too. A bad block of the only
+    With --repair and the directory of a node as POOL, chunks that belong to no file are removed too, and copies of a chunk
+    that differ are made equal to the newest. Both need the pool's key, which that directory has. A bad block of the only
     replica cannot be repaired: the command names the file; restore it from a backup.
     """
     from nvpool.cli.pool_connection import directory_of
