@@ -21,7 +21,7 @@ SPREAD := --dist loadfile --no-loadscope-reorder
 CHECKS := check-types check-spelling check-style check-imports check-words
 
 .DEFAULT_GOAL := help
-.PHONY: $(CHECKS) help setup quickstart demo-docker test test-all test-pure coverage soak soak-failures sim fuzz bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint docs wheel install clean csi-report
+.PHONY: $(CHECKS) help setup quickstart demo-docker test test-all test-pure coverage soak soak-failures sim fuzz bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint proto docs wheel install clean csi-report
 
 help:
 	@echo 'nvpool: one fast, shared file system from the NVMe drives of ordinary servers'
@@ -45,6 +45,7 @@ help:
 	@echo '  make bench-nodes            several nodes in namespaces: scaling, TLS, replicas, balance, growth, pauses at failures, into bench/results (root)'
 	@echo '  make bench-scale            a metadata shard with 1, 10 and 100 million files (KEEP=DIR; 60 GB, an hour)'
 	@echo '  make lint                   ruff, mypy, import contracts, spelling, words'
+	@echo '  make proto                  nvpool/rpc/v1 and nvpool/bridge/v1 from proto/; after a change of a .proto'
 	@echo '  make docs                   the documentation site, into build/docs; warnings are errors'
 	@echo '  make wheel                  source distribution and manylinux wheel, into dist'
 	@echo '  make setup                  Debian packages and .venv alone'
@@ -117,6 +118,9 @@ bench-nodes: setup
 # Databases of an earlier run are measured again.
 bench-scale: setup
 	@$(PYTHON_IN_VENV) bench/scale.py --keep "$(KEEP)" --results bench/results --write
+
+proto: setup
+	@PYTHON=$(PYTHON_IN_VENV) sh proto/generate.sh
 
 wheel:
 	@sh tools/build_wheel.sh
