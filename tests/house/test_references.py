@@ -133,6 +133,7 @@ def test_remarks_name_existing_code(path):
     folders = path.relative_to(PACKAGE).parent.parts
     bases = tuple("".join(f"{folder}/" for folder in folders[:depth]) for depth in range(len(folders) + 1))
     assert not dead_references(remarks(path), bases)
+    assert not set(SOURCE_FILE.findall(remarks(path))) - source_file_names()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -59,7 +59,7 @@ crc_begin(0)
 
 cdef enum:
     GRANT_BYTES = 60
-    REPLY_BYTES = 29            # data_codec._WRITE_REPLY
+    REPLY_BYTES = 29            # read_write_codec._WRITE_REPLY
     BLOCK_BYTES_MIN = 4096
     BYTES_MAX = 32 << 10        # stream.JOIN_BYTES: a longer frame is not joined
     SUMS_MAX = BYTES_MAX >> 12
@@ -86,7 +86,7 @@ cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX, gather_from = GATHER_IN_FLIGHT
 cdef Py_ssize_t put_write(uint8_t *at, uint64_t epoch, uint64_t target, const char *grant, uint64_t inode, uint64_t cut,
                           uint64_t sequence, const uint8_t *content, uint32_t length, uint64_t session,
                           uint64_t slot) noexcept nogil:
-    """Encode a write at the start of a file, as data_codec.encode_write_request; return the length."""
+    """Encode a write at the start of a file, as read_write_codec.encode_write_request; return the length."""
     cdef uint8_t *begin = at
     cdef uint32_t place = 0, count = (length + 4095) >> 12
     at = put_number(put_fixed(at, 0x09, epoch), 0x10, target)

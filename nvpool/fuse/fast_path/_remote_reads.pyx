@@ -48,7 +48,7 @@ crc_begin(0)
 cdef enum:
     LARGE_BLOCKS_MAX = LARGE_BYTES >> 12
     BLOCKS_MAX = 16  # frame.SMALL_PAYLOAD_BYTES: for a larger payload the connection's buffer is made wide
-    MESSAGE_BYTES = 99          # data_codec._READ_REQUEST
+    MESSAGE_BYTES = 99          # read_write_codec._READ_REQUEST
     FRAME_BYTES = HEADER_BYTES + MESSAGE_BYTES
     REPLY_BYTES = 29            # of a reply's message, before the checksums
     BURST = 64                  # frames that wait for the end of a burst
@@ -373,7 +373,7 @@ cdef bint fits(PendingRead one, const uint8_t *message, Py_ssize_t message_bytes
 
 cdef void pack(uint8_t *at, uint32_t number, uint32_t deadline_ms, uint64_t epoch, uint8_t target, const char *grant, uint64_t inode,
                uint32_t index, uint32_t offset, uint32_t length, uint16_t flags) noexcept:
-    """Encode the frame: `frame.pack_head` of `data_codec.encode_read_request`."""
+    """Encode the frame: `frame.pack_head` of `read_write_codec.encode_read_request`."""
     cdef uint8_t *message = at + HEADER_BYTES
     message[0] = 0x09
     put64(message + 1, epoch)

@@ -67,7 +67,7 @@ crc_begin(0)
 
 cdef enum:
     GRANT_BYTES = 60
-    READ_BYTES = 24             # data_codec.READ_ENTRY
+    READ_BYTES = 24             # read_write_codec.READ_ENTRY
     RESULT_BYTES = 16
     TOGETHER_MAX = 64           # reads that wait for the end of a burst
     BLOCKS_PER_BATCH = 48         # whose checksums are computed together

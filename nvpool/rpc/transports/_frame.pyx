@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """Compiled frame headers and reply dispatch, without Python objects in between.
 
-The reference implementations are in frame.py and fast_replies.py.
+The reference implementations are in frame.py and frame_fast_path.py.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize

@@ -56,10 +56,10 @@ cdef extern from "unistd.h":
 crc_begin(0)
 
 cdef enum:
-    MESSAGE_BYTES = 132  # data_codec._WRITE_REQUEST
+    MESSAGE_BYTES = 132  # read_write_codec._WRITE_REQUEST
     ENTRY_AT = 75  # offset of the only write in the message
     FRAME_BYTES = HEADER_BYTES + MESSAGE_BYTES
-    REPLY_BYTES = 27  # data_codec._WRITE_REPLY
+    REPLY_BYTES = 27  # read_write_codec._WRITE_REPLY
     BLOCK = 4096
     GRANT_BYTES = 60
     GRANT_BODY = 44
@@ -325,7 +325,7 @@ cdef class FastFirstWrites:
         if not 0 < r.length <= BLOCK or count < FRAME_BYTES + <Py_ssize_t>r.length \
                 or crc_of(message, MESSAGE_BYTES) != get32(at + 24):
             return False
-        # The message has the layout of data_codec.encode_write_request.
+        # The message has the layout of read_write_codec.encode_write_request.
         if (message[0] != 0x09 or get64(message + 1) != epoch or message[9] != 0x10 or message[10] != self._target
                 or message[11] != 0x1A or message[12] != GRANT_BYTES or message[73] != 0x22 or message[74] != 40
                 or message[115] != 0x2A or message[116] != 4 or message[121] != 0x31 or message[130] != 0x38):
@@ -432,7 +432,7 @@ cdef class FastFirstWrites:
         return 0
 
     cdef bytes _reply(self, Request *r, uint64_t epoch, int status):
-        """Return the reply frame with data_codec.encode_write_reply of one result."""
+        """Return the reply frame with read_write_codec.encode_write_reply of one result."""
         cdef bytes frame = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + REPLY_BYTES)
         cdef uint8_t *to = <uint8_t *>PyBytes_AS_STRING(frame)
         cdef uint8_t *said = to + HEADER_BYTES

@@ -69,7 +69,7 @@ cdef extern from "_page_cache.h":
 crc_begin(0)
 
 cdef enum:
-    REQUEST_BYTES = 99  # data_codec._READ_REQUEST
+    REQUEST_BYTES = 99  # read_write_codec._READ_REQUEST
     FRAME_BYTES = HEADER_BYTES + REQUEST_BYTES
     BLOCKS_MAX = 8  # largest read that is only answered immediately
     LARGE_BLOCKS_MAX = 32  # with a connection end that can answer later
@@ -150,7 +150,7 @@ cdef class ColdRead:
     cdef readonly bint cancelled
     cdef readonly int byte_count
     cdef readonly double since_s
-    cdef object reply  # bytes or a Large
+    cdef object reply  # bytes or a LargeReply
     cdef object reading
     cdef uint64_t epoch
     cdef uint32_t number, deadline_ms, length
@@ -182,7 +182,7 @@ cdef class FastReads:
     cdef object _loop, _readings
     cdef Py_ssize_t _inside, _prepared
     cdef bint _is_sent_again, _has_ring, _is_cold
-    cdef dict _waits  # Cold -> None: reads still to be answered
+    cdef dict _waits  # ColdRead -> None: reads still to be answered
 
     def __init__(self, target, grants, store, pending, serving_lease, use, clock):
         self.epoch = 0
@@ -272,7 +272,7 @@ cdef class FastReads:
     cdef object _reply(self, const uint8_t *at, dict in_work, side):
         """Try to answer one read request.
 
-        Returns the reply frame, a Cold if the drive is reading the blocks, or None for the slow path.
+        Returns the reply frame, a ColdRead if the drive is reading the blocks, or None for the slow path.
         """
         cdef const uint8_t *message = at + HEADER_BYTES
         cdef const uint8_t *entry = message + 75
@@ -291,7 +291,7 @@ cdef class FastReads:
         cdef uint32_t number = get32(at + 8)
         if in_work and number in in_work:
             return None
-        # The message has the layout of data_codec.encode_read_request, with one read.
+        # The message has the layout of read_write_codec.encode_read_request, with one read.
         if (message[0] != 0x09 or get64(message + 1) != self.epoch or message[9] != 0x10 or message[10] != self._target
                 or message[11] != 0x1A or message[12] != 60 or message[73] != 0x22 or message[74] != 24):
             return None
@@ -336,7 +336,7 @@ cdef class FastReads:
         if not place or count > 1 and not segment.base:  # a hole; or blocks in more than one run
             return None
         version = chunk.version
-        # The answer: head, message with the layout of data_codec.encode_read_reply, blocks.
+        # The answer: head, message with the layout of read_write_codec.encode_read_reply, blocks.
         cdef int wide = count >= 32  # the length of its checksums takes two bytes
         cdef Py_ssize_t message_bytes = 29 + wide + count * 4, before = HEADER_BYTES + message_bytes, start = 0
         cdef int fd = -1
