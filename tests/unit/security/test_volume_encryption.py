@@ -6,6 +6,8 @@ import asyncio
 import errno
 import os
 import random
+import subprocess
+import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -80,6 +82,27 @@ def test_cipher_keeps_holes(compiled, monkeypatch):
         cipher.decrypt(1, 2, 3, zeros + stored[BLOCK_BYTES : 2 * BLOCK_BYTES] + zeros)
         == zeros + MARK * 128 + zeros
     )
+
+
+@pytest.mark.compiled
+def test_cipher_works_without_libcrypto():
+    """A machine whose Python brings its own OpenSSL may have no libcrypto that can be loaded."""
+    program = """if True:
+        import os, sys
+        from nvpool.security import _xts, xts
+        _xts.LIBRARIES = ("libcrypto.so.none",)
+        cipher = xts.BlockCipher(bytes(range(64)))
+        content, zeros = b"block of" * 512, bytes(4096)
+        stored = cipher.encrypt(7, 8, 9, content + zeros)
+        whole = memoryview(bytearray(stored[:4096] + zeros))
+        cipher.decrypt_many([(7, 8, 9, 0, 8192)], whole)
+        assert whole == content + zeros and not cipher.scratch("decrypting").uses_libcrypto
+        sys.stdout.write(stored.hex())
+    """
+    found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    cipher = BlockCipher(bytes(range(64)))
+    assert cipher.scratch("encrypting").uses_libcrypto
+    assert cipher.encrypt(7, 8, 9, b"block of" * 512 + bytes(4096)).hex() == found.stdout
 
 
 def test_cipher_refuses_incomplete_blocks():
