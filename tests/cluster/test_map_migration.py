@@ -201,7 +201,7 @@ def test_removed_member_is_not_started(made):
             ),
         )
         for _ in range(2):
-            with pytest.raises(Unavailable, match="taken out"):
+            with pytest.raises(Unavailable, match="etcd member was removed"):
                 await keeper._before_start()
         assert not _etcd_pids(made) and keeper.relay.pool_map.epoch == epoch
         await keeper.close(10.0, asyncio.Event(), stop=True)

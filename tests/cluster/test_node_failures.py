@@ -93,6 +93,7 @@ def test_node_is_stopped_for_longer_than_its_leases(pool):
     pool.check()
 
 
+@pytest.mark.smoke
 def test_slow_link_breaks_nothing(pool):
     node = pool.lead_and_primary()[1]
     slow = (

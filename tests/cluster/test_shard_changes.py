@@ -47,6 +47,7 @@ def pool(tmp_path_factory):
         yield made
 
 
+@pytest.mark.smoke
 def test_shard_is_added_and_the_root_shard_removed(pool):
     steady = pool.mountpoint / "steady"
     steady.mkdir()

@@ -123,7 +123,7 @@ def test_failed_upgrade_leaves_the_old_process(held, here, own):
     (here / "f").touch()
     assert (serving(held), processes(held.place, Program.MOUNT_FORK_SERVER)) == before
     said = held.log.read_text()
-    assert "is not replaced" in said and "is not known" in said
+    assert "is not replaced" in said and "nothing is unknown" in said
     held.log.write_text("")  # these errors are expected
 
 

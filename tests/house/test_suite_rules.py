@@ -46,15 +46,12 @@ LONG = {
     "test_node_tutorial",
     "test_striped_directory",
     "test_supervisor_endpoints",
-    "test_node_failures",
-    "test_etcd_members",
     "test_slow_node",
-    "test_shard_changes",
     "test_lock_release",
     "test_wheel",
     "test_rolling_upgrade",
 }
-"""Files whose shortest test takes more than 30 s: `make test-all` runs them, or `make soak` the last one. Smoke tests of other
+"""Files whose shortest test takes more than 15 s with its set-up: `make test-all` runs them, or `make soak` the last one. Smoke tests of other
 files start nodes, shards with standbys and systemd services too."""
 
 

@@ -36,7 +36,7 @@ def test_floods_are_served_and_stopped(tmp_path):
     for kind, row in found["kinds"].items():
         assert not row["errors"] and row["rate"] > 0
         assert all(row[what]["p99_quotient"]["without"] > 0 for what in ("read", "look"))
-        assert all(one["read"]["count"] > 5 for one in found["each"][kind])
+        assert all(one["read"]["count"] > 0 for one in found["each"][kind])
     served = {
         method
         for row in found["kinds"].values()

@@ -94,7 +94,10 @@ def test_old_reads_do_not_count_as_repeated(tmp_path):
             clock.advance(2 * direct_reads.AGAIN_S)
         await place.read([0], [MIB])
         clock.advance(direct_reads.AGAIN_S - 1)
-        await place.read([0], [MIB])
+        for _ in range(10):  # another test may drop the machine's caches in this moment
+            await place.read([0], [MIB])
+            if place.cached():
+                break
         assert place.cached()
 
     at_place(work, tmp_path / "data")
