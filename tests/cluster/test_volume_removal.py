@@ -106,4 +106,4 @@ def test_new_volume_of_the_same_name_is_not_mistaken(pool, large):
     made = large.create("large")
     assert json.loads(nvpool(pool, "rm", "large", "--wait", "--json").stdout)["removed"]
     assert large.list() == [] and large.removing(made.inode) is None  # not the removed volume
-    until(lambda: large.removing(first.inode) is None)
+    until(lambda: large.removing(first.inode) is None, 240.0)
