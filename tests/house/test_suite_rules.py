@@ -51,8 +51,8 @@ LONG = {
     "test_wheel",
     "test_rolling_upgrade",
 }
-"""Files whose shortest test takes more than 15 s with its set-up: `make test-all` runs them, or `make soak` the last one. Smoke tests of other
-files start nodes, shards with standbys and systemd services too."""
+"""Files whose shortest test takes more than 15 s with its set-up: `make test-all` runs them, or `make soak` the last
+one. Smoke tests of other files start nodes, shards with standbys and systemd services too."""
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: path.stem)

@@ -57,9 +57,7 @@ FORMAT_TEXT = "nvpool chunk store 1\n"
 CAPACITY_BYTES_MIN = MIB
 ALL_INODES = -1
 """Owner in `read_now`: the grant belongs to a service and covers every inode."""
-READ_BATCH_BYTES_MAX = 4 * MIB
-"""Most bytes of a batch of reads: a millisecond of a store's event loop. Clients gather 2 MiB, and read at most
-1 MiB alone."""
+READ_BATCH_BYTES_MAX = 32 * MIB
 NO_INODE = -2
 """Owner in `read_now`: the grant is not valid."""
 CHUNK_BLOCKS_MAX = CHUNK_BYTES_MAX // BLOCK_BYTES

@@ -90,6 +90,9 @@ WAITING_MAX = 8192
 """Waiting calls allowed at the same time, over all connections; further calls get Busy."""
 WAITING_PER_PEER_MAX = WAITING_MAX // 4
 """Waiting calls of one peer that is not trusted, so that no peer takes the places of all others."""
+CLIENT_READ_BYTES_MAX = 4 << 20
+"""Most bytes that a client reads with one request: a millisecond of the event loop. Clients gather 2 MiB
+(client/data/chunk_client), and read at most 1 MiB alone."""
 TEND_S = 1.0
 
 
@@ -474,6 +477,8 @@ class StoreService(SingleWrites, StatusHandlers):
         epoch, target, rights, reads, verify = decode_read_request(call.message)
         self._check_target(target)
         _check_entries("reads", reads, READ)
+        if self._callers.of(call.peer).account:
+            _check_read_bytes(reads)
         if epoch != self._epoch:
             self._check_epoch(epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
         _check_grants(rights)
@@ -803,6 +808,16 @@ def _check_entries(what: str, packed: bytes, entry: struct.Struct) -> None:
         raise InvalidRequest(
             f"{len(packed) // entry.size} {what} came in one request; send at most {BATCH_ENTRIES_MAX}, and "
             f"more requests"
+        )
+
+
+def _check_read_bytes(reads: bytes) -> None:
+    """Check how many bytes a client reads with one request; else InvalidRequest."""
+    total = sum([length for _, _, _, length, _, _ in READ.iter_unpack(reads)])
+    if total > CLIENT_READ_BYTES_MAX:
+        raise InvalidRequest(
+            f"{total} bytes are read in one request; a client may read {CLIENT_READ_BYTES_MAX} at most: send more "
+            "requests"
         )
 
 

@@ -96,8 +96,8 @@ def test_compiled_and_python_passes_give_the_same_reply(tmp_path, monkeypatch, v
             whole += end - number
             return end, at
 
-        for turn in range(1000):
-            packed = b"".join(some_reads(chance, contents, chance.choice([1, 3, 10, 20])))
+        for turn in range(400):
+            packed = b"".join(some_reads(chance, contents, chance.choice([1, 3, 50, 200])))
             if turn % 20 == 0:  # the index cache is empty
                 store.index.young.clear()
                 store.index._old.clear()
@@ -118,7 +118,7 @@ def test_compiled_and_python_passes_give_the_same_reply(tmp_path, monkeypatch, v
                     assert payload[at : at + length] == contents[inode, index][offset : offset + length]
                 at += length
             assert at == len(payload) and block_checksums(payload) == checksums
-        assert whole > 2000 and refused > 500
+        assert whole > 5000 and refused > 500
         await store.close()
 
     asyncio.run(main())

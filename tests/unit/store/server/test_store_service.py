@@ -209,6 +209,19 @@ async def test_batch_of_too_many_entries_is_refused(bench):
 
 
 @served
+async def test_long_read_of_a_client_is_refused(bench):
+    reads = [(1, 0, 0, 1 << 20, 0, 0)] * 4
+    for more, peers in (((), (CLIENT, PEER)), (((1, 0, 0, 4096, 0, 0),), (PEER,))):
+        request = pb.ReadRequest(
+            target=1, grants=[bench.grant()], reads=b"".join(READ.pack(*one) for one in (*reads, *more))
+        )
+        for peer in peers:
+            await bench.call(Method.DATA_READ, request, peer=peer)
+    with pytest.raises(errors.InvalidRequest, match="4198400 bytes.*a client may read 4194304 at most"):
+        await bench.call(Method.DATA_READ, request, peer=CLIENT)
+
+
+@served
 async def test_batch_of_tiny_writes_yields_to_other_requests(bench):
     count, turns = 4 * BREATH_BYTES // 4096, []
 
