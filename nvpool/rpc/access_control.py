@@ -197,7 +197,7 @@ class CallerRights(NamedTuple):
 CLIENT_MESSAGE_BYTES_MAX = 288 << 10
 """Longest message that a client may send, payload not counted: a longer one takes the event loop more than a
 millisecond to decode. It has room for two lists of the most inodes (meta/sessions/table.LISTED_INODES_MAX)."""
-_MESSAGE_BYTES_MAX = {
+_MESSAGE_BYTES_MAX: dict[int, int] = {
     wire.META_OPEN_SESSION: MESSAGE_BYTES_MAX,  # the open files of a session that is resumed, in one list
     wire.META_LOOKUP_MANY: 384 << 10,
     wire.DATA_LOCATE: 512 << 10,
