@@ -18,8 +18,9 @@ from nvpool.core.clock import stopwatch_s
 from nvpool.fuse.metrics import FuseTimes
 from nvpool.fuse.notify import ProcessNotifier, ThreadNotifier
 from nvpool.fuse.ops.eager_coroutine import WAITS, EagerCoroutine
-from nvpool.fuse.ops.operations import ASK, FuseOps, errno_of
-from nvpool.fuse.ops.page_cache_bypass import ASIDE
+from nvpool.fuse.ops.kernel_cache.page_cache_bypass import ASIDE
+from nvpool.fuse.ops.metadata import ASK
+from nvpool.fuse.ops.operations import FuseOps, errno_of
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import (
     FSYNC_DATA_ONLY,
@@ -71,12 +72,12 @@ class KernelRequests:
         self._keeps = ops.kept is not None
         self._held = ops.held
         self._setxattr_extended = False  # as agreed with the kernel
-        ops.invalidate_attributes = self._invalidate_attributes
-        ops.invalidate = self._invalidate
-        ops.pages.drop, ops.pages.store, ops.pages.forget = (
-            self._drop_pages,
-            self._store_pages,
-            self._forget_names,
+        ops.notices.connect(
+            invalidate_attributes=self._invalidate_attributes,
+            invalidate=self._invalidate,
+            drop=self._drop_pages,
+            store=self._store_pages,
+            forget=self._forget_names,
         )
 
     def _memory(self, byte_count: int) -> bytearray | memoryview:
@@ -177,7 +178,7 @@ class KernelRequests:
 
     def _entry(self, unique: int, attr) -> None:
         if attr is not None:
-            keep = self._keep_entry if self._ops.name_is_kept else replies.NOT_KEPT
+            keep = self._keep_entry if self._ops.cached_names.name_is_kept else replies.NOT_KEPT
             self._send(replies.entry(unique, attr, keep, self._keep_attr))
         elif self._keep_absent > (0, 0):
             self._send(replies.absent(unique, self._keep_absent))
@@ -189,7 +190,7 @@ class KernelRequests:
 
     def _created(self, unique: int, result) -> None:
         attr, opened = result
-        keep = self._keep_entry if self._ops.name_is_kept else replies.NOT_KEPT
+        keep = self._keep_entry if self._ops.cached_names.name_is_kept else replies.NOT_KEPT
         self._send(replies.created(unique, attr, keep, self._keep_attr, opened.handle, _opening(opened)))
 
     def _count(self, unique: int, size: int) -> None:

@@ -35,7 +35,8 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError, StatvfsData, readdir_r
 from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import InUse, NvpoolError, Unavailable
 from nvpool.fuse.mount_point import Mount, MountOptions, mount_at, unmount
-from nvpool.fuse.ops.operations import ASK, FuseOps, errno_of
+from nvpool.fuse.ops.metadata import ASK
+from nvpool.fuse.ops.operations import FuseOps, errno_of
 from nvpool.fuse.protocol.replies import BLOCK_BYTES
 from nvpool.metrics.exposition import Page
 
@@ -252,7 +253,8 @@ class _Requests(pyfuse3.Operations):
 
     def __init__(self, ops: FuseOps, on_ready: Callable[[], None], acl: bool) -> None:
         self._ops = ops
-        self.enable_acl = ops.keeps_acls = acl
+        self.enable_acl = acl
+        ops.set_kernel_features(keeps_acls=acl)
         self._options = ops.options
         self._on_ready = on_ready
         # st_ino 0: the kernel caches for this time that the name does not exist
@@ -452,9 +454,12 @@ class Pyfuse3Engine:
         on_burst: Callable[[], None] = lambda: None,
     ):
         self._requests = _Requests(ops, on_ready, options.acl)
-        ops.invalidate_attributes = self._invalidate_attributes
-        ops.invalidate = self._invalidate
-        ops.pages.drop, ops.pages.store = self._drop_pages, self._store_pages
+        ops.notices.connect(
+            invalidate_attributes=self._invalidate_attributes,
+            invalidate=self._invalidate,
+            drop=self._drop_pages,
+            store=self._store_pages,
+        )
         self._mount_point = mount_point
         self._options = options
         self._on_burst = on_burst

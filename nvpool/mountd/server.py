@@ -41,8 +41,8 @@ from nvpool.core.units import MIB
 from nvpool.fuse.engines import Engine, engine_of, is_held, make_engine
 from nvpool.fuse.mount_point import MountOptions, check_mount_point, set_read_ahead, unmount
 from nvpool.fuse.notify import ProcessNotifier
-from nvpool.fuse.ops.mount_views import directory_at, parts_of, view_of
-from nvpool.fuse.ops.operations import FuseOptions
+from nvpool.fuse.ops.mount_views import directory_at, parts_of
+from nvpool.fuse.ops.operations import FuseOps, FuseOptions
 from nvpool.host.mountinfo import Mount, mount_at, place_of
 from nvpool.host.pool_directory import PoolDirectory, announcement
 from nvpool.host.process_identity import host_id, identity_of
@@ -200,7 +200,7 @@ class _Mounted:
         except BaseException:
             await client.close()
             raise
-        ops = view_of(
+        ops = FuseOps(
             client.vfs,
             FuseOptions(
                 given(arguments.attr_timeout_s, section.attr_timeout_s),

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.units import KIB, MIB
 from nvpool.fuse.protocol.constants import Op
 from tests.fuse.test_kernel_engine import Kernel
@@ -17,8 +18,8 @@ CONTENT = some(5 * MIB + 1234)
 class Reading(Kernel):
     """A pool with real stores below the engine, and the test in the place of the kernel."""
 
-    def __init__(self, host):
-        super().__init__(host.vfs)
+    def __init__(self, host, options=None, clock=SYSTEM_CLOCK):
+        super().__init__(host.vfs, options, clock=clock)
         self.host, self.vfs = host, host.vfs
 
     async def receive(self):
@@ -36,7 +37,7 @@ class Reading(Kernel):
         return int.from_bytes(opened[:8], "little")
 
     def handle(self, number):
-        return self.engine._ops._files[number]
+        return self.engine._ops.files.by_handle[number]
 
     async def read(self, number, offset, size):
         return await self.request(Op.READ, (number, offset, size, 0, 0, 0))

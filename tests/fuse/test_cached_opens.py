@@ -126,12 +126,12 @@ async def test_listed_files_open_and_close_as_on_the_slow_path(kernel, rng):
         found, later = [], rng.choice((0, 2))
         for way in (None, step):
             list_with(kernel, inode, attr, rights, cut + later)
-            kernel.ops._seen.pop(inode, None)
+            kernel.ops.cached_pages.seen.pop(inode, None)
             kernel.engine._known = way
             before = reply_count(step)
             opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
             assert (reply_count(step) > before) == (way is not None)
-            handle = kernel.ops._files[opened.fh]
+            handle = kernel.ops.files.by_handle[opened.fh]
             assert (
                 type(handle) is FileHandle
                 and type(handle.file) is OpenInode
@@ -166,7 +166,7 @@ async def test_open_files_share_nothing(kernel, rng):
     for inode in (one, other):
         list_with(kernel, inode, listed(rng, inode))
         files.append(
-            kernel.ops._files[
+            kernel.ops.files.by_handle[
                 replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh
             ]
         )
@@ -214,7 +214,7 @@ def test_open_without_a_free_record_leaves_nothing():
             table._free.clear()
             table.used = HANDLES_MAX
             error, _ = await kernel.once(Op.OPEN, (os.O_RDONLY, 0), node=inode)
-            assert error < 0 and not kernel.ops._files and not kernel.vfs.cache.open
+            assert error < 0 and not kernel.ops.files.by_handle and not kernel.vfs.cache.open
             assert not kernel.vfs.meta._shard_of(inode).open.get(inode)
             table._free.extend(free)
             table.used = used

@@ -18,8 +18,8 @@ from nvpool.client.state.metadata_cache import CompleteDirectory, OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.vfs_types import Caller
 from nvpool.core import errors
-from nvpool.fuse.ops.mount_views import SubtreeOps
-from nvpool.fuse.ops.operations import ASK, FuseOptions
+from nvpool.fuse.ops.metadata import ASK
+from nvpool.fuse.ops.operations import FuseOps, FuseOptions
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Op, Opening, Valid
 from nvpool.fuse.protocol.requests import FORMS, FuseRequest
@@ -51,7 +51,11 @@ class Both(Reading):
 
     def client_state(self):
         ops = self.ops
-        return dict(ops._sent_changes), [one for named in ops._named for one in named.names], dict(ops._seen)
+        return (
+            dict(ops.cached_names.sent_changes),
+            [one for named in ops.cached_names.groups for one in named.names],
+            dict(ops.cached_pages.seen),
+        )
 
     async def both(self, opcode, body=(), *, here=True, **more):
         """(error, reply) of the request, which is `here` if the fast path handles it."""
@@ -60,8 +64,8 @@ class Both(Reading):
         compiled = await self.once(opcode, body, **more)
         assert (reply_count(step) > before) == here
         compiled_notified, compiled_named, compiled_seen = self.client_state()
-        self.ops._sent_changes.clear()
-        self.ops._sent_changes.update(notified)
+        self.ops.cached_names.sent_changes.clear()
+        self.ops.cached_names.sent_changes.update(notified)
         self.engine._known = None
         ordinary = await self.once(opcode, body, **more)
         self.engine._known = step
@@ -159,7 +163,7 @@ async def mounted(options=None, root=None):
         async with Both(host) as kernel:
             if options is not None or root is not None:
                 ops = (
-                    SubtreeOps(host.vfs, options, root=top)
+                    FuseOps(host.vfs, options, root=top)
                     if root is not None
                     else type(kernel.ops)(host.vfs, options)
                 )
@@ -373,11 +377,11 @@ def state_of(kernel, inode):
         shard.open.get(inode),
         shard.unreported.get(inode),
         lease and lease.grant,
-        inode in ops._paged,
-        ops._seen.get(inode),
-        ops._sent_changes.get(inode),
-        len(ops._files),
-        dict(ops.published._barred),
+        inode in ops.cached_pages.paged,
+        ops.cached_pages.seen.get(inode),
+        ops.cached_names.sent_changes.get(inode),
+        len(ops.files.by_handle),
+        dict(ops.published.barred),
     )
 
 
@@ -422,7 +426,7 @@ async def test_open_that_needs_a_message_is_left(kernel):
     opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
     assert reply_count(step) == before
     await kernel.close(inode, opened.fh)
-    assert not kernel.ops._files and not kernel.vfs.cache.open
+    assert not kernel.ops.files.by_handle and not kernel.vfs.cache.open
 
 
 @on_a_mount()
@@ -454,7 +458,7 @@ async def test_negative_entry_is_recorded_on_the_slow_path(kernel):
     there = await directory(kernel)
     error, answer = await kernel.name(there, b"none", here=False)
     assert not error and replies.read("entry", answer).entry_valid_nsec == 500_000_000
-    assert (there, b"none") in kernel.ops._absent
+    assert (there, b"none") in kernel.ops.absent_names
 
 
 @on_a_mount(FuseOptions(attr_timeout_s=2.5, entry_timeout_s=0.0))
@@ -514,10 +518,10 @@ async def test_forgotten_inode_is_forgotten(kernel):
     inode, handle = await kernel.create_in(there, b"f")
     await kernel.close(inode, handle)
     await kernel.attributes(inode)
-    assert inode in kernel.ops._sent_changes and inode in kernel.ops._seen
+    assert inode in kernel.ops.cached_names.sent_changes and inode in kernel.ops.cached_pages.seen
     kernel.send(Op.FORGET, (1,), node=inode)
     await kernel.expect_no_reply()
-    assert inode not in kernel.ops._sent_changes and inode not in kernel.ops._seen
+    assert inode not in kernel.ops.cached_names.sent_changes and inode not in kernel.ops.cached_pages.seen
 
 
 @on_a_mount()
@@ -589,14 +593,14 @@ async def test_open_without_a_free_handle_leaves_nothing(kernel):
         async with asyncio.timeout(60):
             while kernel.vfs.cache.open:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-        assert not kernel.ops._files
+        assert not kernel.ops.files.by_handle
     await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode)
 
 
 @on_both_paths
 async def test_failed_open_keeps_no_pages(kernel):
     inode = await theirs(kernel, b"f", b"x")
-    kernel.ops._seen[inode] = (
+    kernel.ops.cached_pages.seen[inode] = (
         kernel.vfs.cache.newer(inode, 0).change - 1,
         True,
     )  # the kernel's pages are older
@@ -730,10 +734,10 @@ async def test_random_states_agree_with_the_slow_path(kernel):
                 (Op.LOOKUP, (), chance.choice(directories), (name,)),
                 (Op.GETATTR, (0, 0), chance.choice(directories + inodes), ()),
             ):
-                kernel.ops._sent_changes.clear()
-                compiled = kernel.on_fast_path(*request), dict(kernel.ops._sent_changes)
-                kernel.ops._sent_changes.clear()
-                assert compiled == (kernel.on_slow_path(*request), dict(kernel.ops._sent_changes))
+                kernel.ops.cached_names.sent_changes.clear()
+                compiled = kernel.on_fast_path(*request), dict(kernel.ops.cached_names.sent_changes)
+                kernel.ops.cached_names.sent_changes.clear()
+                assert compiled == (kernel.on_slow_path(*request), dict(kernel.ops.cached_names.sent_changes))
                 said[None if compiled[0] is None else compiled[0][0]] += 1
     assert min(said[answer] for answer in (None, 0, -errno.ENOENT)) > 200
     for table in tables:

@@ -16,6 +16,7 @@ from nvpool.client.state.options import ClientOptions
 from nvpool.core import errors, grants
 from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
 from nvpool.fuse.fast_path import creates as fast_creates
+from nvpool.fuse.ops.kernel_cache.options import FuseOptions
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Op, Opening
 from nvpool.fuse.protocol.requests import FORMS, FuseRequest
@@ -121,9 +122,7 @@ class StatefulHost(Host):
 
 class Mounted(Reading):
     def __init__(self, host, writeback=False):
-        super().__init__(host)
-        self.engine._ops.clock = host.clock
-        self.ops.options = self.ops.options._replace(writeback=writeback)
+        super().__init__(host, FuseOptions(writeback=writeback), host.clock)
         self.answers = []
 
     @property
@@ -168,7 +167,7 @@ class Mounted(Reading):
             raise OSError(-error, os.strerror(-error))
         made = replies.read("create", answer)
         if self.host.clock is SYSTEM_CLOCK:
-            attr = self.ops._files[made.fh].attr
+            attr = self.ops.files.by_handle[made.fh].attr
             assert (
                 made.mtime * 10**9 + made.mtimensec == attr.mtime_ns and made.ctime == attr.ctime_ns // 10**9
             )
@@ -240,16 +239,16 @@ class Mounted(Reading):
                         for slot in ("inode", "flags", "readable", "writable", "append", "closed", "number")
                     ],
                 )
-                for number, file in ops._files.items()
+                for number, file in ops.files.by_handle.items()
             ],
-            "shared": all(file.file is cache.open[file.inode] for file in ops._files.values()),
-            "notified": dict(ops._sent_changes),
-            "seen": dict(ops._seen),
-            "appending": dict(ops._appending),
-            "changes": ops.change_count,
-            "named": list(ops._naming.names),
-            "barred": dict(ops.published._barred),
-            "writing": set(ops.published._writing),
+            "shared": all(file.file is cache.open[file.inode] for file in ops.files.by_handle.values()),
+            "notified": dict(ops.cached_names.sent_changes),
+            "seen": dict(ops.cached_pages.seen),
+            "appending": dict(ops.files.appending),
+            "changes": ops.changes.count,
+            "named": list(ops.cached_names.naming.names),
+            "barred": dict(ops.published.barred),
+            "writing": set(ops.published.writing),
             "counters": {name: vfs.meta.counters[name] for name in ("changes", "repeats", "sessions")},
             "made names": dict(vfs._made_names),
             "work": list(self.engine._work),
@@ -590,9 +589,9 @@ def test_created_files_exist_for_all(way, shard_fast_path):
                     0,
                     name,
                 )
-                assert kernel.ops._files[made.fh].inode == made.nodeid
+                assert kernel.ops.files.by_handle[made.fh].inode == made.nodeid
         assert len(kernel.state.open) == 12 * 16
-        for number in list(kernel.ops._files):
+        for number in list(kernel.ops.files.by_handle):
             await kernel.close_file(number)
         other = await kernel.host.writer()
         for turn, number in ((0, 0), (11, 15), (5, 7)):
@@ -613,12 +612,12 @@ async def test_request_slot_is_held_until_the_reply(kernel):
         (change.slot, change.sequence, META_CREATE, unique)
     ]
     assert len(kernel.state.slots) == slots - 1 and list(kernel.engine._work) == [unique]
-    assert not kernel.ops._files and not kernel.host.kept.handles.valid()
+    assert not kernel.ops.files.by_handle and not kernel.host.kept.handles.valid()
     other = await kernel.create_file(b"g")  # meanwhile
     kernel.proxy.service.handle(call)
     heard, error, answer = await kernel.receive()
     made = replies.read("create", answer)
-    assert (heard, error) == (unique, 0) and set(kernel.ops._files) == {made.fh, other.fh}
+    assert (heard, error) == (unique, 0) and set(kernel.ops.files.by_handle) == {made.fh, other.fh}
     assert kernel.host.kept.slots(kernel.state.record) == [] and len(kernel.state.slots) == slots
     assert [(record[1], record[-2]) for record in kernel.host.kept.handles.valid()] in (
         [(other.nodeid, unique + 2), (made.nodeid, unique)],
@@ -640,8 +639,8 @@ def test_writeback_create_is_readable_and_has_no_append(way, fails):
         assert (heard, error) == (unique, 0)
         made = replies.read("create", answer)
         assert made.open_flags == Opening.KEEP_CACHE
-        file = kernel.ops._files[made.fh]
-        assert file.readable and file.writable and not file.append and not kernel.ops._appending
+        file = kernel.ops.files.by_handle[made.fh]
+        assert file.readable and file.writable and not file.append and not kernel.ops.files.appending
         assert [record[2] for record in kernel.host.kept.handles.valid()] == [
             os.O_RDWR | os.O_CREAT | os.O_EXCL
         ]
@@ -828,7 +827,7 @@ async def test_interrupted_create_ignores_its_late_reply(kernel):
     assert sorted(slot for slot, _ in kernel.state.slots) == slots
     kernel.proxy.service.handle(call)
     await asyncio.sleep(0.02)
-    await until(lambda: not kernel.ops._files and not kernel.vfs.cache.open)
+    await until(lambda: not kernel.ops.files.by_handle and not kernel.vfs.cache.open)
     for number in range(2 * len(slots)):
         await kernel.close_file((await kernel.create_file(b"%d" % number)).fh)
     await kernel.expect_no_reply()
@@ -846,7 +845,7 @@ async def test_create_without_a_free_handle_is_an_error(kernel):
     table._free.extend(free)
     table.used = used
     assert (
-        not kernel.ops._files
+        not kernel.ops.files.by_handle
         and not kernel.vfs.cache.open
         and kernel.host.kept.slots(kernel.state.record) == []
     )
@@ -861,7 +860,7 @@ async def test_reply_of_an_ended_session_frees_no_slot(kernel):
     kernel.proxy.service.handle(call)
     heard, error, answer = await kernel.receive()
     assert (heard, error) == (unique, 0) and list(kernel.state.slots) == slots
-    assert kernel.ops._files[replies.read("create", answer).fh].inode in kernel.vfs.cache.open
+    assert kernel.ops.files.by_handle[replies.read("create", answer).fh].inode in kernel.vfs.cache.open
     await kernel.create_file(b"g")
 
 
@@ -875,7 +874,7 @@ async def test_file_opened_meanwhile_has_one_open_inode(kernel):
     heard, error, answer = await kernel.receive()
     made = replies.read("create", answer)
     assert (heard, error, made.nodeid) == (unique, 0, inode) and kernel.vfs.cache.open[inode].handles == 2
-    assert kernel.ops._files[made.fh].file is kernel.ops._files[opened.fh].file
+    assert kernel.ops.files.by_handle[made.fh].file is kernel.ops.files.by_handle[opened.fh].file
     await kernel.create_file(b"g")
 
 

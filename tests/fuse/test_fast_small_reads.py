@@ -134,7 +134,7 @@ async def test_cache_and_statistics_are_the_same(kernel):
             and type(content) is bytes
         )
         assert read_s <= kernel.vfs.clock.boottime_s()
-        assert inode in kernel.engine._ops._paged
+        assert inode in kernel.engine._ops.cached_pages.paged
         assert kernel.vfs.cache.open[inode].grant_used
 
 

@@ -160,18 +160,18 @@ async def test_small_file_is_written_closed_and_read(kernel):
     for number, length in enumerate((4096, 5000, 32768, 100, 40_000)):
         content = os.urandom(length)
         inode, handle = await kernel.new(b"%d" % number)
-        changes, written_bytes = ops.change_count, engine.written_bytes
+        changes, written_bytes = ops.changes.count, engine.written_bytes
         assert await kernel.write(handle, content) == length
-        assert ops.change_count == changes + 1 and engine.written_bytes == written_bytes + length
-        assert inode in ops._paged
+        assert ops.changes.count == changes + 1 and engine.written_bytes == written_bytes + length
+        assert inode in ops.cached_pages.paged
         await kernel.flush(handle)
         assert (
-            ops.change_count == changes + 2
+            ops.changes.count == changes + 2
             and not engine._work
-            and ops._seen[inode][0] == ops._files[handle].attr.change
+            and ops.cached_pages.seen[inode][0] == ops.files.by_handle[handle].attr.change
         )
         await kernel.flush(handle)  # nothing is left to report
-        assert ops.change_count == changes + 2
+        assert ops.changes.count == changes + 2
         assert await kernel.read(handle) == content
         assert await kernel.write(handle, b"more", length) == 4  # the file is no longer empty
         await kernel.flush(handle)
@@ -224,7 +224,7 @@ async def test_failed_write_is_reported_by_one_close(kernel):
     await kernel.expect_no_reply()
     kernel.reply_from_stores(NoSpace.wire_code)
     assert (await kernel.receive())[:2] == (asked, -errno.ENOSPC)
-    assert inode not in kernel.engine._ops._seen
+    assert inode not in kernel.engine._ops.cached_pages.seen
     await kernel.flush(handle)
 
 
@@ -238,7 +238,7 @@ async def test_write_without_a_free_record_is_refused(kernel):
     kernel.kept.files.take, take = full, kernel.kept.files.take
     with pytest.raises(OSError) as refused:
         await kernel.write(handle, bytes(4096))
-    assert refused.value.errno == TooManyOpen.errno and inode not in kernel.engine._ops._seen
+    assert refused.value.errno == TooManyOpen.errno and inode not in kernel.engine._ops.cached_pages.seen
     kernel.kept.files.take = take
     assert await kernel.write(handle, bytes(4096)) == 4096
     await kernel.flush(handle)

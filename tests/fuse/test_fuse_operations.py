@@ -85,7 +85,7 @@ def test_errors_have_an_errno_that_the_kernel_accepts(kind):
 def test_missing_is_stale_by_inode_and_enoent_by_name():
     assert errno_of(errors.NotFound(), "getattr") == errno.ESTALE
     assert errno_of(errors.NotFound(), "unlink") == errno.ENOENT
-    assert all(hasattr(FuseOps, name) for name in BY_INODE)
+    assert all(hasattr(FuseOps(MemoryVfs()), name) for name in BY_INODE)
 
 
 def test_unknown_error_is_eio_with_a_traceback(caplog):
@@ -119,7 +119,7 @@ def test_pages_are_kept_while_nothing_changes(fs):
 
 def test_changed_attributes_are_invalidated_at_open(fs):
     invalidated = []
-    fs.ops.invalidate_attributes = invalidated.append
+    fs.ops.notices.connect(invalidate_attributes=invalidated.append)
     attr, opened = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
     fs.open(attr.inode, os.O_RDONLY, ME)
     assert invalidated == []
@@ -158,7 +158,7 @@ class Pages:
     def __init__(self, fs):
         self.calls = []
         for name in ("drop", "store", "forget"):
-            setattr(fs.ops.pages, name, self.recorder(name))
+            fs.ops.notices.connect(**{name: self.recorder(name)})
 
     def recorder(self, name):
         async def record(*what):
@@ -338,13 +338,13 @@ def test_name_without_a_lease_is_not_cached_by_the_kernel():
         async def invalidate(names, inodes):
             invalidated.extend(names)
 
-        ops.invalidate = invalidate
+        ops.notices.connect(invalidate=invalidate)
         inode = (await ops.mknod(ROOT, b"f", 0o100644, 0, ME)).inode
         assert ops.name_is_kept
         vfs.covers = False
         await ops.link(inode, ROOT, b"g", ME)
         assert not ops.name_is_kept
-        await ops._recalled([inode])
+        await ops.recalls.recalled([inode])
         assert invalidated == [(ROOT, b"f")], "the kernel requests the other name each time"
 
     asyncio.run(run())
@@ -361,8 +361,8 @@ def test_open_by_an_invalidated_name_is_stale_once():
         async def invalidate(names, inodes):
             invalidated.extend(names)
 
-        ops.invalidate = invalidate
-        await ops._recalled([inode])
+        ops.notices.connect(invalidate=invalidate)
+        await ops.recalls.recalled([inode])
         assert sorted(invalidated) == [(ROOT, b"f"), (ROOT, b"g")], (
             "the kernel caches the file by its new name"
         )
@@ -370,13 +370,13 @@ def test_open_by_an_invalidated_name_is_stale_once():
         with pytest.raises(errors.NotFound):
             await ops.open(inode, os.O_RDONLY, thread)
         await ops.lookup(ROOT, b"g")  # the kernel looks the path up again, and meanwhile another change comes
-        await ops._recalled([inode])
+        await ops.recalls.recalled([inode])
         await ops.open(inode, os.O_RDONLY, thread)
         with pytest.raises(errors.NotFound):
             await ops.open(inode, os.O_RDONLY, other)
         await ops.lookup(ROOT, b"g")
         await ops.open(inode, os.O_RDONLY, other)
-        await ops._recalled([inode])
+        await ops.recalls.recalled([inode])
         await ops.lookup(ROOT, b"g")
         await ops.open(inode, os.O_RDONLY, Caller(0, 0, 9))
 
@@ -392,14 +392,14 @@ def test_names_are_invalidated_when_all_leases_end():
         async def invalidate(names, inodes):
             invalidated.extend(names)
 
-        ops.invalidate = invalidate
+        ops.notices.connect(invalidate=invalidate)
         inode = (await ops.mknod(ROOT, b"f", 0o100644, 0, ME)).inode
         vfs.on_unleased()
         await asyncio.sleep(0)
         assert invalidated == [(ROOT, b"f")]
         with pytest.raises(errors.NotFound):
             await ops.open(inode, os.O_RDONLY, ME)
-        await ops._recalled([inode])
+        await ops.recalls.recalled([inode])
         assert len(invalidated) == 1
 
     asyncio.run(run())
@@ -422,12 +422,12 @@ def test_recall_does_not_wait_for_a_busy_directory():
         inode = (await ops.mknod(ROOT, b"f", 0o100644, 0, ME)).inode
         removing = asyncio.ensure_future(ops.unlink(ROOT, b"f", ME))
         await asyncio.sleep(0)
-        await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(ops._recalled([inode]))), 60)
+        await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(ops.recalls.recalled([inode]))), 60)
         assert not blocked.is_set() and not removing.done()
         recalled.set()
         await removing
         blocked.set()
-        assert not ops._locked
+        assert not ops.cached_names.locked
 
     asyncio.run(run())
 
@@ -450,7 +450,7 @@ def test_removed_directory_is_stale_once_and_then_missing():
 
         assert [await answer(kept) for _ in range(3)] == [errno.ESTALE, errno.ENOENT, errno.ENOENT]
         assert [await answer(asked) for _ in range(2)] == [errno.ENOENT] * 2
-        assert not ops._locked
+        assert not ops.cached_names.locked
 
     def gone(inode):
         raise errors.DirectoryGone()
@@ -541,7 +541,7 @@ def test_append_clears_set_id_bits_except_for_root(fs, uid, mode, left):
     fs.release(made.handle)
     fs.setattr(attr.inode, ME, None, mode=mode)
     invalidated = []
-    fs.ops.invalidate_attributes = invalidated.append
+    fs.ops.notices.connect(invalidate_attributes=invalidated.append)
     opened = fs.open(attr.inode, os.O_WRONLY | os.O_APPEND, Caller(uid, uid))
     invalidated.clear()
     fs.write(opened.handle, 0, b"changed")

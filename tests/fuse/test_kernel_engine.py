@@ -15,6 +15,7 @@ import pytest
 
 from nvpool.client.rpc.slot_journal import asking
 from nvpool.core import errors
+from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.fuse.engines import kernel_version, make_engine
 from nvpool.fuse.kernel import connection as kernel_connection
 from nvpool.fuse.kernel.connection import FLAGS, IN_WORK_MAX, KernelEngine, is_dying
@@ -48,7 +49,7 @@ class SlowVfs(MemoryVfs):
 class Kernel:
     """Plays the kernel: sends requests through a socket that preserves message boundaries, and receives the replies."""
 
-    def __init__(self, vfs, options=None, settings=None):
+    def __init__(self, vfs, options=None, settings=None, clock=SYSTEM_CLOCK):
         self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.theirs = theirs
         for end in (self.ours, theirs):
@@ -56,7 +57,7 @@ class Kernel:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
         self.ready = []
         self.engine = KernelEngine(
-            FuseOps(vfs, options), None, settings or MountOptions("p"), lambda: self.ready.append(1)
+            FuseOps(vfs, options, clock), None, settings or MountOptions("p"), lambda: self.ready.append(1)
         )
         self.engine.adopt(theirs.fileno())
         self.last = 0
@@ -588,7 +589,7 @@ class SubmittingVfs(MemoryVfs):
 
 def is_updated_before_reply(making) -> bool:
     """Whether the state was updated before the kernel got the reply."""
-    return making._handle in making._ops._files
+    return making._handle in making._files.by_handle
 
 
 @on_kernel(SubmittingVfs)
@@ -601,8 +602,16 @@ async def test_submitted_create_replies_before_bookkeeping(kernel):
     vfs.begun.pop().done()
     heard, error, answer = await kernel.receive()
     made = replies.read("create", answer)
-    assert (heard, error) == (asked, 0) and made.open_flags == 0 and ops._files[made.fh].inode == made.nodeid
-    assert not kernel.engine._work and made.nodeid in ops._sent_changes and ops._seen[made.nodeid][1]
+    assert (
+        (heard, error) == (asked, 0)
+        and made.open_flags == 0
+        and ops.files.by_handle[made.fh].inode == made.nodeid
+    )
+    assert (
+        not kernel.engine._work
+        and made.nodeid in ops.cached_names.sent_changes
+        and ops.cached_pages.seen[made.nodeid][1]
+    )
     with pytest.raises(OSError) as refused:
         await kernel.request(Op.GETXATTR, (0,), node=made.nodeid, names=(b"security.capability",))
     assert refused.value.errno == errno.ENODATA
@@ -619,7 +628,7 @@ async def test_submitted_create_replies_before_bookkeeping(kernel):
         vfs.begun.pop().done()
         assert (await kernel.receive())[:2] == (asked, 0)
     await kernel.request(Op.RELEASE, (made.fh, 0, 0, 0))
-    assert not ops._files and not ops.published.is_barred(made.nodeid) and not kernel.engine._work
+    assert not ops.files.by_handle and not ops.published.is_barred(made.nodeid) and not kernel.engine._work
 
 
 class TwoStepVfs(SubmittingVfs):
@@ -683,7 +692,7 @@ async def test_releases_wait_behind_other_requests(kernel):
     assert [(await kernel.receive())[:2] for _ in range(4)] == [
         (unique, 0) for unique in (waited_for, *asked)
     ]
-    assert list(kernel.engine._ops._files) == [handle]
+    assert list(kernel.engine._ops.files.by_handle) == [handle]
     await kernel.request(Op.SETLK, (handle, 1, 0, (1 << 63) - 1, fcntl.F_WRLCK, os.getpid(), 1), node=inode)
     again = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDWR, 0), node=inode)).fh
     released = kernel.send(Op.RELEASE, (handle, 0, 0, 0))
@@ -691,7 +700,7 @@ async def test_releases_wait_behind_other_requests(kernel):
     locked = kernel.send(Op.SETLK, lock, node=inode)  # after the reply to the close its locks are gone
     assert [(await kernel.receive())[:2] for _ in range(2)] == [(released, 0), (locked, 0)]
     await kernel.request(Op.RELEASE, (again, 0, 0, 0))
-    assert not kernel.engine._ops._files and not kernel.engine._late
+    assert not kernel.engine._ops.files.by_handle and not kernel.engine._late
     assert sum(kernel.engine.spent.times[Op.RELEASE].counts) == 5
 
 

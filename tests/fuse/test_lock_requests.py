@@ -109,7 +109,7 @@ async def test_interrupt_after_the_grant_keeps_the_lock(kernel):
     async def forgetting(_names, _inodes):
         await forgotten.wait()
 
-    kernel.engine._ops.invalidate = forgetting
+    kernel.engine._ops.notices.connect(invalidate=forgetting)
     asked = kernel.send(Op.SETLKW, body(handle, 2, WRITE), node=inode)
     await kernel.expect_no_reply()
     kernel.send(Op.INTERRUPT, (asked,))
@@ -191,7 +191,7 @@ def test_negative_entries_are_bounded_and_expire(monkeypatch):
         async def invalidate(names, _inodes):
             asked.append(sorted(name for _, name in names))
 
-        ops.invalidate = invalidate
+        ops.notices.connect(invalidate=invalidate)
         _, opened = await ops.create(1, b"f", 0o644, os.O_RDWR, ME)
         for name in (b"a", b"b"):
             assert await ops.lookup(1, name) is None
@@ -216,7 +216,7 @@ def test_changed_attributes_are_invalidated_under_a_lock():
         vfs = MemoryVfs()
         ops = FuseOps(vfs)
         asked = []
-        ops.invalidate_attributes = asked.append
+        ops.notices.connect(invalidate_attributes=asked.append)
         attr, opened = await ops.create(1, b"f", 0o644, os.O_RDWR, ME)
         await ops.setlk(opened.handle, 1, 0, 9, WRITE, 1, False)
         assert asked == []
@@ -236,7 +236,7 @@ def test_pages_of_a_file_with_lost_locks_are_dropped():
         async def drop(_names, inodes):
             dropped.extend(inodes)
 
-        ops.invalidate = drop
+        ops.notices.connect(invalidate=drop)
         vfs.on_lost(7)
         await asyncio.sleep(0)
         assert dropped == [7]

@@ -25,7 +25,8 @@ from nvpool.client.state.leases import ShardWatch
 from nvpool.client.state.vfs_types import ReadAheadState, Caller, FileHandle
 from nvpool.client.vfs.lookup_prefetch import _Directory
 from nvpool.fuse.fast_path._leases cimport held_lease
-from nvpool.fuse.ops.kernel_cache import HAS_XATTRS, NAMED_TOGETHER, SEEN_MAX, SENT_CHANGES_MAX
+from nvpool.fuse.ops.kernel_cache.names import NAMED_TOGETHER, SENT_CHANGES_MAX
+from nvpool.fuse.ops.kernel_cache.pages import HAS_XATTRS, SEEN_MAX
 from nvpool.fuse.fast_path._slots cimport assign, born_as, get, place
 from nvpool.fuse.ops.handles import Handles
 from nvpool.fuse.protocol import replies
@@ -259,7 +260,7 @@ cdef class CachedReplies:
 
     `engine` has the buffer, and the list of closed files that are released late.
     """
-    cdef object _engine, _ops, _cache, _leases, _lookup_prefetch, _clock, _spent
+    cdef object _engine, _cached_names, _pages, _notices, _xattrs, _cache, _leases, _lookup_prefetch, _clock, _spent
     cdef object _owners, _cover
     cdef object _vfs, _meta, _writer, _published
     cdef set _refused
@@ -290,13 +291,14 @@ cdef class CachedReplies:
         Each gets the length of the request, and returns whether it has started it.
         """
         cache = vfs.cache
-        self._engine, self._ops, self._cache, self._leases, self._lookup_prefetch = engine, ops, cache, vfs.leases, vfs.lookup_prefetch
+        self._engine, self._cache, self._leases, self._lookup_prefetch = engine, cache, vfs.leases, vfs.lookup_prefetch
+        self._cached_names, self._pages, self._notices, self._xattrs = ops.cached_names, ops.cached_pages, ops.notices, ops.xattrs
         self._vfs, self._meta, self._writer, self._published = vfs, vfs.meta, vfs.writer, ops.published
-        self._refused = ops.pages.refused
-        self._paged, self._withdrawn = ops._paged, ops._withdrawn
+        self._refused = ops.bypass.refused
+        self._paged, self._withdrawn = ops.cached_pages.paged, ops.cached_names.withdrawn
         self._opens, self._squashes_root = not ops.options.writeback, vfs.squashes_root
         self._fd, self._buffer, self._spent = engine._fd, engine._buffer, engine.spent
-        self._files, self._sent_changes, self._seen, self._owners = ops._files, ops._sent_changes, ops._seen, vfs._owners
+        self._files, self._sent_changes, self._seen, self._owners = ops.files.by_handle, ops.cached_names.sent_changes, ops.cached_pages.seen, vfs._owners
         self._open, self._attrs, self._entries, self._whole = cache.open, cache._attrs, cache._entries, cache._whole
         self._leases_by_inode, self._directories = vfs.leases._leases, vfs.lookup_prefetch._directories
         self._clock = vfs.clock
@@ -309,7 +311,7 @@ cdef class CachedReplies:
         self._entry_s, self._entry_ns = engine._keep_entry
         self._takers = takers
         self._view, self._shards = vfs.meta._view, vfs.meta._shards
-        self._published_of, self._published_writing = ops.published._of, ops.published._writing
+        self._published_of, self._published_writing = ops.published.handles_of, ops.published.writing
         self._handles, self._layout = ops.handles, Layout(0, 0)
         self._chunk_bits = self._chunk_mask = 0
         memory = ops.kept
@@ -563,12 +565,12 @@ cdef class CachedReplies:
             return False
         read_attr(attr, &seen)
         self.hit(parent, name)
-        ops = self._ops
         if self._has_entry_timeout:
-            names = ops._naming.names
-            if now_s >= ops._naming_until_s or len(names) >= named_together:
-                ops._start_name_group()
-                names = ops._naming.names
+            cached = self._cached_names
+            names = cached.naming.names
+            if now_s >= cached.naming_until_s or len(names) >= named_together:
+                cached.start_group()
+                names = cached.naming.names
             names.append((self._cover, parent, name, inode))
         if PyDict_Size(self._withdrawn):
             self._withdrawn.pop(inode, None)
@@ -597,7 +599,7 @@ cdef class CachedReplies:
         return 0
 
     cdef bint open(self, const In *head, uint32_t flags) except -1:
-        """Compiled `FuseOps.open_now` and `Files.open_now`.
+        """Compiled `OpenFiles.open_now` and `Files.open_now`.
 
         Only for a file that is not written here, in a mount without read workers.
         """
@@ -641,12 +643,12 @@ cdef class CachedReplies:
         changed = change
         found = PyDict_GetItem(self._sent_changes, inode)
         if found is NULL or <uint64_t><object>found != change:
-            self._ops.invalidate_attributes(inode)
+            self._notices.invalidate_attributes(inode)
         before = self._seen.pop(inode, None)
         is_kept = before is not None and <uint64_t>(<tuple>before)[0] == change
         self._seen[inode] = changed, not <uint32_t>attr.flags & has_xattrs
         if PyDict_Size(self._seen) > seen_max:
-            self._ops.record_pages(attr)  # drops the oldest
+            self._pages.record_pages(attr)  # drops the oldest
         try:
             key = self.take_number(head, flags)
         # No space: the file is not open, and the kernel does not learn whether its pages are current.
@@ -660,7 +662,7 @@ cdef class CachedReplies:
         if is_kept:
             said = keeps_cache
             if inode not in self._paged:
-                self._ops._paging(inode)
+                self._pages.paging(inode)
         if inode not in self._owners:
             said |= no_flush
         number = key
@@ -802,7 +804,7 @@ cdef class CachedReplies:
         return 0
 
     cdef bint getxattr(self, uint64_t unique, uint64_t node, const uint8_t *at, Py_ssize_t count) except -1:
-        """Compiled `XattrOps.has_no_xattr`.
+        """Compiled `ExtendedAttributes.has_no_xattr`.
 
         The kernel queries file capabilities before each write, and an access control list when a user other
         than the owner needs a right.
@@ -815,7 +817,7 @@ cdef class CachedReplies:
             if found is NULL or not (<tuple>found)[1]:
                 return False
         elif is_named(at, count, access_list):
-            attr = self.attr(node, self._fresh_s, self.now_s(), True) if self._ops.keeps_acls else None
+            attr = self.attr(node, self._fresh_s, self.now_s(), True) if self._xattrs.keeps_acls else None
             if attr is None:
                 return False
             flags = (<const uint8_t *>PyBytes_AS_STRING(attr))[95] if type(attr) is bytes else attr.flags
@@ -887,7 +889,7 @@ cdef class CachedReplies:
         return left
 
     cpdef bint release_now(self, bytes request) except -1:
-        """Execute and answer a deferred RELEASE, as FuseOps.release_now does.
+        """Execute and answer a deferred RELEASE, as OpenFiles.release_now does.
 
         Only if nothing is left to be stored or to be tracked.
         """

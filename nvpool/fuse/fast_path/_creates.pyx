@@ -26,7 +26,8 @@ from nvpool.client.rpc.change_fast_path import SentChange
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.leases import NEVER_S, WATCH_SHARE, InodeLease
 from nvpool.client.state.vfs_types import Caller, FileHandle
-from nvpool.fuse.ops import kernel_cache as cached_ops
+from nvpool.fuse.ops.kernel_cache.names import NAMED_TOGETHER, SENT_CHANGES_MAX
+from nvpool.fuse.ops.kernel_cache.pages import HAS_XATTRS, SEEN_MAX
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import RESENT, Op, Opening
 from nvpool.rpc.transports._frame cimport PendingReply, ReplyTaker, note
@@ -85,11 +86,11 @@ cdef object opcode_key = int(Op.CREATE), method_key = int(META_CREATE)
 cdef uint16_t method_of_creates = META_CREATE
 cdef uint32_t block_bytes = replies.BLOCK_BYTES
 cdef uint32_t DIRECT_IO = Opening.DIRECT_IO.value, KEEP_CACHE = Opening.KEEP_CACHE.value, NOFLUSH = Opening.NOFLUSH.value
-cdef uint32_t has_xattrs = cached_ops.HAS_XATTRS
+cdef uint32_t has_xattrs = HAS_XATTRS
 cdef Py_ssize_t slots_max = SLOTS_PER_SESSION
 cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX, handles_max = HANDLES_MAX, renamed_max = cache_module._RENAMED_MAX
-cdef Py_ssize_t sent_changes_max = cached_ops.SENT_CHANGES_MAX, seen_max = cached_ops.SEEN_MAX
-cdef Py_ssize_t named_together = cached_ops.NAMED_TOGETHER
+cdef Py_ssize_t sent_changes_max = SENT_CHANGES_MAX, seen_max = SEEN_MAX
+cdef Py_ssize_t named_together = NAMED_TOGETHER
 cdef int counter_bits = COUNTER_BITS, index_bits = HANDLES_MAX.bit_length() - 1
 cdef double watch_share = WATCH_SHARE
 cdef Py_ssize_t shard_bytes = SHARD_BYTES, shard_head_bytes = SHARD.size
@@ -352,7 +353,7 @@ cdef class Creates(PendingReply):
     """
     cdef readonly object engine
     cdef readonly uint64_t made     # files
-    cdef object ops, vfs, meta, view, dialer, cache, leases, handles, published, known_map, _clock, table
+    cdef object ops, cached_names, pages, bypass, changes, vfs, meta, view, dialer, cache, leases, handles, published, known_map, _clock, table
     cdef object partition_shards, writer
     cdef dict shards, files, work, held, early, opened, attrs, entries, renamed, complete_dirs, leases_by_inode, seen, ways, endpoints
     cdef dict appending, barred, counters, sent_changes
@@ -372,14 +373,15 @@ cdef class Creates(PendingReply):
     def __init__(self, engine, ops, vfs, Py_ssize_t in_work_max):
         memory, meta, cache = ops.kept, vfs.meta, vfs.cache
         self.engine, self.ops, self.vfs, self.meta, self.in_work_max = engine, ops, vfs, meta, in_work_max
+        self.cached_names, self.pages, self.bypass, self.changes = ops.cached_names, ops.cached_pages, ops.bypass, ops.changes
         self.fd, self.buffer, self.work = engine._fd, engine._buffer, engine._work
         self.view, self.dialer, self.shards = meta._view, meta._dialer, meta._shards
         self.counters, self.held, self.early = meta.counters, meta.once.held, meta.once._early
         self.cache, self.opened, self.attrs, self.entries = cache, cache.open, cache._attrs, cache._entries
         self.renamed, self.complete_dirs, self.cached_max = cache._renamed_s, cache._whole, cache._options.cached_entries
         self.leases, self.leases_by_inode, self.writer = vfs.leases, vfs.leases._leases, vfs.writer
-        self.handles, self.table, self.published, self.barred = ops.handles, memory.handles, ops.published, ops.published._barred
-        self.files, self.appending, self.sent_changes, self.seen = ops._files, ops._appending, ops._sent_changes, ops._seen
+        self.handles, self.table, self.published, self.barred = ops.handles, memory.handles, ops.published, ops.published.barred
+        self.files, self.appending, self.sent_changes, self.seen = ops.files.by_handle, ops.files.appending, ops.cached_names.sent_changes, ops.cached_pages.seen
         self._clock = meta._clock
         self.is_system = type(meta._clock) is SystemClock
         self.patience_s = meta._options.deadline_s
@@ -430,7 +432,7 @@ cdef class Creates(PendingReply):
             return False
         if flags & ACCESS == ACCESS or create.parent >> 63:
             return False
-        if self.writeback:  # as CachedOps.flags_below
+        if self.writeback:  # as FuseOptions.flags_below
             flags &= ~APPEND
             if flags & ACCESS == WRITES_ONLY:
                 flags ^= WRITES_ONLY | READS_AND_WRITES
@@ -579,7 +581,7 @@ cdef class Creates(PendingReply):
         cdef bint reads_only = flags & ACCESS == 0
         if not take_reply(message, count, &born):
             return False
-        cdef object engine = self.engine, ops = self.ops, state = one.state, inode = born.file.inode
+        cdef object engine = self.engine, state = one.state, inode = born.file.inode
         cdef object handles = self.handles, table = self.table
         if (inode in self.opened or state.generation != one.generation or born.parent.inode != one.parent
                 or born.file.inode >> counter_bits != one.parent >> counter_bits):
@@ -616,7 +618,7 @@ cdef class Creates(PendingReply):
         if reads_only:
             open_flags |= NOFLUSH
         pack_answer(answer, one.unique, &born.file, self.keep_s, self.keep_ns, handle, open_flags)
-        ops.change_count += 1
+        self.changes.count += 1
         if write(self.fd, answer, ANSWER_BYTES) < 0:
             code = errno
             engine._not_taken(OSError(code, os.strerror(code)), [PyBytes_FromStringAndSize(<const char *>answer, ANSWER_BYTES)])
@@ -626,7 +628,7 @@ cdef class Creates(PendingReply):
             if engine._interrupted:
                 engine._interrupted.pop(one.unique, None)
             if self.held:
-                ops.answered(one.unique)
+                self.ops.answered(one.unique)
             self.keep_books(one, &born, handle, inode)
         finally:
             # The request is answered, so its slot is free.
@@ -644,7 +646,7 @@ cdef class Creates(PendingReply):
         cdef PyObject *found
         cdef double now_s = self.now_s(), until_s
         cdef object now = now_s, parent = one.parent, change = file.change, state = one.state, watch, lease = None
-        cdef object ops = self.ops, cache = self.cache, number = handle
+        cdef object names = self.cached_names, cache = self.cache, number = handle
         cdef bytes grant = PyBytes_FromStringAndSize(<const char *>born.grant, GRANT_BYTES)
         cdef bint reads_only = one.flags & ACCESS == 0
         cdef dict attrs = self.attrs
@@ -712,26 +714,26 @@ cdef class Creates(PendingReply):
             self.vfs._made_in(parent, directory.size)
         # What the kernel was given.
         if self.names_count:
-            naming = ops._naming
-            if now_s >= <double>ops._naming_until_s or len(naming.names) >= named_together:
-                ops._start_name_group()
-                naming = ops._naming
+            naming = names.naming
+            if now_s >= <double>names.naming_until_s or len(naming.names) >= named_together:
+                names.start_group()
+                naming = names.naming
             (<list?>naming.names).append((inode, parent, name, inode))
         self.sent_changes[inode] = change
         if len(self.sent_changes) > sent_changes_max:
-            ops._record_attr(attr)
+            names.record_attr(attr)
         self.seen[inode] = change, not file.flags & has_xattrs
         if len(self.seen) > seen_max:
-            ops.record_pages(attr)
+            self.pages.record_pages(attr)
         opened_file.number = number
         self.files[number] = opened_file
         if one.flags & DIRECT or one.flags & APPEND and not reads_only:  # as page_cache_bypass.bypasses
-            ops.pages.opened(inode)
+            self.bypass.opened(inode)
         if not reads_only:
-            self.published._writing.add(number)
+            self.published.writing.add(number)
             found = PyDict_GetItem(self.barred, inode)
             self.barred[inode] = 1 if found is NULL else <object>found + 1
-            if self.published._of:
+            if self.published.handles_of:
                 self.published.take_back(inode)
             if one.flags & APPEND:
                 self.appending[number] = Caller(one.uid, one.gid, one.pid)

@@ -97,7 +97,7 @@ cdef class LocalReads:
     """
     cdef readonly object engine, short_circuit
     cdef readonly uint64_t read_bytes
-    cdef object _ops, _paged, _clock
+    cdef object _pages, _paged, _clock
     cdef dict _files, scratches
     cdef bytearray _buffer
     cdef int _fd
@@ -110,7 +110,7 @@ cdef class LocalReads:
     def __init__(self, engine, ops, short_circuit):
         self.engine, self.short_circuit = engine, short_circuit
         self._fd, self._buffer = engine._fd, engine._buffer
-        self._ops, self._files, self._paged = ops, ops._files, ops._paged
+        self._pages, self._files, self._paged = ops.cached_pages, ops.files.by_handle, ops.cached_pages.paged
         self._clock = short_circuit.clock
         self._is_system = type(short_circuit.clock) is SystemClock
         self.ring = Ring(RING_ENTRIES)
@@ -140,7 +140,7 @@ cdef class LocalReads:
         if (not is_read(self._buffer, count, &wanted) or self.inside >= RING_ENTRIES or self.engine._from
                 or not self.short_circuit.on):
             return False
-        opened = read_at_random(self._files, self._ops, self._paged, &wanted)
+        opened = read_at_random(self._files, self._pages, self._paged, &wanted)
         if opened is None:
             return False
         file, ahead = opened.file, opened.ahead

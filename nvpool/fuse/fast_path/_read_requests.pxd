@@ -38,7 +38,7 @@ cdef inline bint is_read(bytearray buffer, Py_ssize_t count, Wanted *wanted) noe
             and not wanted.offset >> 62)
 
 
-cdef inline object read_at_random(dict files, ops, paged, const Wanted *wanted):
+cdef inline object read_at_random(dict files, pages, paged, const Wanted *wanted):
     """The open file if this is a random read of it that the fast path may answer; else None.
 
     No data of the file may be written here, no other client may have changed it, and the read must not
@@ -51,7 +51,7 @@ cdef inline object read_at_random(dict files, ops, paged, const Wanted *wanted):
     opened = <object>found
     file = opened.file
     if (not opened.readable or opened.closed or file.lost or file.unreported or file.written is not None
-            or ops.guards_pages and file.inode not in paged):
+            or pages.guards_pages and file.inode not in paged):
         return None
     ahead = opened.ahead
     return None if ahead.next == wanted.offset or ahead.units else opened

@@ -141,7 +141,7 @@ cdef class RemoteReads(PendingReply):
     """
     cdef readonly object engine
     cdef readonly uint64_t read_bytes
-    cdef object _ops, _paged, chunks, short_circuit, dialer, replicas, _counters, _clock
+    cdef object _pages, _paged, chunks, short_circuit, dialer, replicas, _counters, _clock
     cdef dict _files, _work, ways, scratches
     cdef bytearray _buffer
     cdef int _fd
@@ -155,7 +155,7 @@ cdef class RemoteReads(PendingReply):
     def __init__(self, engine, ops, chunks, Py_ssize_t in_work_max):
         self.engine, self.chunks, self.in_work_max = engine, chunks, in_work_max
         self._fd, self._buffer, self._work = engine._fd, engine._buffer, engine._work
-        self._ops, self._files, self._paged = ops, ops._files, ops._paged
+        self._pages, self._files, self._paged = ops.cached_pages, ops.files.by_handle, ops.cached_pages.paged
         self.short_circuit, self.dialer, self.replicas = chunks.short, chunks._dialer, chunks.replicas
         self._counters, self._clock = chunks.counters, chunks._clock
         self.is_system = type(chunks._clock) is SystemClock
@@ -183,7 +183,7 @@ cdef class RemoteReads(PendingReply):
         if (not is_read(self._buffer, count, &wanted) or self.engine._from or self.replicas.several
                 or len(self._work) >= self.in_work_max):
             return False
-        opened = read_at_random(self._files, self._ops, self._paged, &wanted)
+        opened = read_at_random(self._files, self._pages, self._paged, &wanted)
         if opened is None:
             return False
         file, ahead = opened.file, opened.ahead

@@ -209,7 +209,7 @@ cdef class SmallFileReads(PendingReply):
     """
     cdef readonly object engine
     cdef readonly uint64_t read_bytes, taken    # number of reads
-    cdef object _ops, _reader, _chunks, _contents, _short_circuit, _dialer, _replicas, _view, _known_map, _clock, _spent
+    cdef object _pages, _reader, _chunks, _contents, _short_circuit, _dialer, _replicas, _view, _known_map, _clock, _spent
     cdef dict _files, _work, _paged, _leases_by_inode, _lanes, _pending, _counters, _contents_counters, scratches
     cdef object _kept
     cdef bytearray _buffer
@@ -221,9 +221,9 @@ cdef class SmallFileReads(PendingReply):
 
     def __init__(self, engine, ops, vfs, Py_ssize_t in_work_max):
         chunks = vfs.chunks
-        self.engine, self._ops, self._in_work_max = engine, ops, in_work_max
+        self.engine, self._pages, self._in_work_max = engine, ops.cached_pages, in_work_max
         self._fd, self._buffer, self._work, self._spent = engine._fd, engine._buffer, engine._work, engine.spent
-        self._files, self._paged, self._leases_by_inode = ops._files, ops._paged, vfs.leases._leases
+        self._files, self._paged, self._leases_by_inode = ops.files.by_handle, ops.cached_pages.paged, vfs.leases._leases
         self._reader, self._chunks, self._contents, self._short_circuit = vfs.reader, chunks, vfs.reader._contents, chunks.short
         self._kept, self._contents_counters = self._contents._kept, self._contents.counters
         self._dialer, self._replicas, self._view = chunks._dialer, chunks.replicas, chunks._view
@@ -298,12 +298,12 @@ cdef class SmallFileReads(PendingReply):
         one.file_bytes = file_bytes
         one.span = <uint32_t>(file_bytes + PAGE - 1) & ~<uint32_t>(PAGE - 1)
         one.asked_s, one.deadline_s, one.since_s, one.is_done = now_s, now_s + self._patience_s, engine._since_s, False
-        if inode not in self._paged and self._ops.guards_pages:
-            lease = self.lease(inode, now_s) if self._ops._looking is not None else None
-            if lease is not None:  # as CachedOps._paging
+        if inode not in self._paged and self._pages.guards_pages:
+            lease = self.lease(inode, now_s) if self._pages.looking is not None else None
+            if lease is not None:  # as CachedPages.paging
                 self._paged[inode] = (<tuple>lease)[0], True
             else:
-                self._ops._paging(inode)
+                self._pages.paging(inode)
         assign(file, file_grant_used, True)
         assign(file, file_fetching, one)
         unique_key = wanted.unique

@@ -16,7 +16,7 @@ import os
 from functools import partial
 
 from nvpool.core.clock import stopwatch_s
-from nvpool.fuse.ops.page_cache_bypass import ASIDE
+from nvpool.fuse.ops.kernel_cache.page_cache_bypass import ASIDE
 from nvpool.fuse.ops.setid import SET_IDS
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import WRITE_KILL_SUIDGID, Op
@@ -58,12 +58,12 @@ cdef class PendingFlush:
         return self.begun.cancel()
 
     def __call__(self, _, error):
-        """Do the work of `inline_completions.PendingChange.ended`, and the engine's at the end of a step."""
+        """Do the work of `inline_completions.SubmittedFlush.ended`, and the engine's at the end of a step."""
         cdef SmallWrites writes = self.writes
-        engine, ops = writes.engine, writes.ops
-        ops.change_count += 1
+        engine = writes.engine
+        writes.changes.count += 1
         if error is not None:
-            ops.failed(self.inode)
+            writes.file_writes.failed(self.inode)
             engine._step_ended(self.unique, "flush", engine._done, None, error)
             return
         del (<dict>engine._work)[self.unique]
@@ -74,13 +74,13 @@ cdef class PendingFlush:
         if engine._from:
             engine._from.pop(self.unique, None)
         if engine._held:
-            ops.answered(self.unique)
+            writes.ops.answered(self.unique)
         engine._some_ended()
 
 
 cdef class SmallWrites:
     """Fast path of one engine. `plain`: that of the engine's client, see client/write/fast_writes."""
-    cdef object engine, ops, plain, vfs, writer, owners
+    cdef object engine, ops, changes, pages, file_writes, plain, vfs, writer, owners
     cdef dict files, paged
     cdef bytearray buffer
     cdef int fd
@@ -89,7 +89,8 @@ cdef class SmallWrites:
     def __init__(self, engine, ops, vfs, Py_ssize_t in_work_max):
         self.engine, self.ops, self.vfs, self.in_work_max = engine, ops, vfs, in_work_max
         self.writer, self.plain, self.owners = vfs.writer, vfs.writer.plain, vfs._owners
-        self.files, self.paged = ops._files, ops._paged
+        self.changes, self.pages, self.file_writes = ops.changes, ops.cached_pages, ops.writes
+        self.files, self.paged = ops.files.by_handle, ops.cached_pages.paged
         self.buffer, self.fd = engine._buffer, engine._fd
 
     cdef int answer(self, uint64_t unique, Py_ssize_t length, uint32_t size) except -1:
@@ -113,7 +114,7 @@ cdef class SmallWrites:
         memcpy(&size, at + 56, 4)
         memcpy(&flags, at + 60, 4)
         memcpy(&open_flags, at + 72, 4)
-        engine, ops = self.engine, self.ops
+        engine = self.engine
         if (count < WRITE_BYTES or head.length != count or WRITE_BYTES + <Py_ssize_t>size != count or offset
                 or open_flags & aside or head.unique & resent or engine._from):
             return False
@@ -128,13 +129,13 @@ cdef class SmallWrites:
             if not self.plain.take_at(handle, self.buffer, WRITE_BYTES, size, head.unique):
                 return False
         except Exception as error:
-            ops.failed(file.inode)
+            self.file_writes.failed(file.inode)
             engine._fail(head.unique, error, "write")
             return True
         engine.written_bytes += size
         if file.inode not in self.paged:
-            ops._paging(file.inode)
-        ops.change_count += 1
+            self.pages.paging(file.inode)
+        self.changes.count += 1
         self.answer(head.unique, COUNT_BYTES, size)
         return True
 

@@ -55,7 +55,7 @@ class CachedReplyPath(SmallFileReadPath):
         below = self._ops.knows_by
         if _cached_replies is not None and below is not None:
             self._known = _cached_replies.CachedReplies(
-                self, self._ops, below, self._ops.shows_subtree, self._takers()
+                self, self._ops, below, self._ops.view.shows_subtree, self._takers()
             )
 
     def _takers(self) -> tuple[Callable[[int], bool], ...]:

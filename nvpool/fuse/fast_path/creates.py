@@ -28,7 +28,6 @@ from nvpool.client.vfs.files import Files
 from nvpool.core.compiled_loader import load_compiled
 from nvpool.fuse.fast_path.local_reads import LocalReadPath
 from nvpool.fuse.ops.inline_completions import Creating
-from nvpool.fuse.ops.operations import FuseOps
 
 _creates = load_compiled("nvpool.fuse.fast_path._creates")
 
@@ -45,7 +44,7 @@ class CreateFastPath(LocalReadPath):
     def _begin_plain_reads(self) -> None:
         super()._begin_plain_reads()
         ops = self._ops
-        if _creates is None or type(ops) is not FuseOps or ops.kept is None:
+        if _creates is None or not ops.view.is_plain or ops.kept is None:
             return
         vfs = ops.knows_by
         if isinstance(vfs, Files) and ops.clock is vfs.clock:
@@ -75,7 +74,7 @@ class CreateFastPath(LocalReadPath):
     ) -> Creating:
         """Continue, on the slow path, a file creation that was started there."""
         ops = self._ops
-        creating = Creating(ops, parent, name, flags, caller, unique)
+        creating = Creating(ops.files, parent, name, flags, caller, unique)
         creating.begun = self._files.go_on_creating(sent, parent, name, mode, flags, caller, unique, creating)
         creating.on_end = partial(self._step_ended, unique, "create", self._created)
         self._work[unique] = creating, *self._work[unique][1:]

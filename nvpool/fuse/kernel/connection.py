@@ -665,9 +665,11 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
 
     def _agreed(self, flags: int) -> None:
         """Apply the features agreed on at INIT, by this process or its predecessor."""
-        ops, self._setxattr_extended = self._ops, bool(flags & Init.SETXATTR_EXT)
-        ops.guards_pages = not flags & (Init.WRITEBACK_CACHE | Init.AUTO_INVAL_DATA)
-        ops.keeps_acls = bool(flags & Init.POSIX_ACL)
+        self._setxattr_extended = bool(flags & Init.SETXATTR_EXT)
+        self._ops.set_kernel_features(
+            guards_pages=not flags & (Init.WRITEBACK_CACHE | Init.AUTO_INVAL_DATA),
+            keeps_acls=bool(flags & Init.POSIX_ACL),
+        )
 
     def _init_answer(self, unique: int, flags: Init, minor: int) -> bytes:
         background = max(1, min(self._options.max_background, 0xFFFF))

@@ -38,7 +38,14 @@ class PredecessorHandle(NamedTuple):
 class Handles:
     def __init__(self, memory: KeptMemory | None) -> None:
         self._memory = memory
-        self._last = memory.word(Word.LIVES) << _SERIALS_PER_LIFE_BITS if memory is not None else 0
+        self._last = 0
+        self.start_life()
+
+    def start_life(self) -> None:
+        """Continue after the numbers of all predecessors: this process now counts as one more life."""
+        self._last = (
+            self._memory.word(Word.LIVES) << _SERIALS_PER_LIFE_BITS if self._memory is not None else 0
+        )
 
     @property
     def has_room(self) -> bool:

@@ -11,8 +11,15 @@ import asyncio
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Container
+from typing import Any
 
+from nvpool.client.state.vfs_types import DirHandle
+from nvpool.core.clock import Clock
 from nvpool.core.errors import DirectoryGone, NotFound
+from nvpool.fuse.ops.handles import Handles
+from nvpool.fuse.ops.kernel_cache.names import CachedNames
+from nvpool.fuse.ops.kernel_cache.notices import OwnedTasks
+from nvpool.fuse.ops.kernel_cache.options import ChangeCount, FuseOptions
 from nvpool.rpc.messages.direntries import NOTHING_LISTED, DirectoryPage
 from nvpool.rpc.v1.meta_pb2 import Attr
 
@@ -31,7 +38,7 @@ AHEAD_MAX = 2
 """Batches read ahead of the kernel: the shard makes one while another is on its way, or waits here."""
 
 
-def _seen(task: asyncio.Task) -> None:
+def _seen(task: asyncio.Task[Any]) -> None:
     """Retrieve the error of a read-ahead task, so that asyncio does not log it.
 
     A reader that waits for the batch gets the error from the task.
@@ -44,11 +51,11 @@ def _add_each(
     add: Callable[[bytes, Attr, int], bool],
     entries: DirectoryPage,
     first: int,
-    ops: ListOps,
+    names: CachedNames,
     untrue: Container[int],
 ) -> int:
     for at in range(first, len(entries)):
-        ops.name_is_kept = entries.inodes[at] not in untrue
+        names.name_is_kept = entries.inodes[at] not in untrue
         if not add(entries.names[at], entries.attr(at), entries.cursor(at)):
             return at
     return len(entries)
@@ -67,7 +74,7 @@ class _EntryBatch:
         self.cursor = cursor
         self.asked_s = asked_s
         self.changes = changes
-        self.task: asyncio.Task
+        self.task: asyncio.Task[tuple[DirectoryPage, bool]]
         self.behind: int | None = None
 
 
@@ -93,7 +100,7 @@ class _OpenDirectory:
         "batch",
     )
 
-    def __init__(self, inode: int, handle) -> None:
+    def __init__(self, inode: int, handle: DirHandle) -> None:
         self.inode = inode
         self.handle = handle
         self.entries = NOTHING_LISTED
@@ -117,19 +124,42 @@ class _OpenDirectory:
         return True
 
 
-class ListOps:
-    def __init__(self) -> None:
+class DirectoryListings:
+    """Open directories of one mount and their listings."""
+
+    def __init__(
+        self,
+        vfs: Any,
+        options: FuseOptions,
+        clock: Clock,
+        root: int,
+        handles: Handles,
+        changes: ChangeCount,
+        names: CachedNames,
+        tasks: OwnedTasks,
+    ) -> None:
+        """`root`: the inode of the directory that is shown as the root of the mount."""
+        self._vfs = vfs
+        self._options = options
+        self._clock = clock
+        self._root = root
+        self._handles = handles
+        self._changes = changes
+        self._names = names
+        self._tasks = tasks
         self._directories: dict[int, _OpenDirectory] = {}
 
     async def opendir(self, inode: int) -> int:
-        if self._is_withdrawn(inode):
+        """Open a directory; returns its handle."""
+        if self._names.is_withdrawn(inode):
             raise NotFound(f"directory {inode:#x} may have another name by now")
         opened = await self._vfs.opendir(inode)
-        handle = self.handles.directory(inode)
-        self._open_directory(handle, inode, opened)
+        handle = self._handles.directory(inode)
+        self.add(handle, inode, opened)
         return handle
 
-    def _open_directory(self, handle: int, inode: int, opened) -> None:
+    def add(self, handle: int, inode: int, opened: DirHandle) -> None:
+        """Record that the directory is open under this handle."""
         self._directories[handle] = _OpenDirectory(inode, opened)
 
     def is_listed(self, inode: int) -> bool:
@@ -188,10 +218,10 @@ class ListOps:
                 directory.at = (
                     add_all(entries, first, untrue)
                     if add_all is not None
-                    else _add_each(add, entries, first, self, untrue)
+                    else _add_each(add, entries, first, self._names, untrue)
                 )
                 if directory.at > first:
-                    self._record_names(directory.inode, entries, first, directory.at, untrue)
+                    self._names.record_page(directory.inode, entries, first, directory.at, untrue)
                     directory.cursor = cursor = entries.cursor(directory.at - 1)
                 if directory.at < len(entries):
                     return
@@ -201,11 +231,13 @@ class ListOps:
 
     def _above(self, attr: Attr) -> int:
         """The inode number that a listing of that directory shows for '..'."""
-        return attr.parent or attr.inode
+        return attr.inode if attr.inode == self._root else attr.parent or attr.inode
 
     def _is_old(self, changes: int, read_s: float) -> bool:
         """Whether entries read at that time are too old for a listing."""
-        return changes != self.change_count or self.clock.boottime_s() - read_s > self.options.attr_timeout_s
+        return (
+            changes != self._changes.count or self._clock.boottime_s() - read_s > self._options.attr_timeout_s
+        )
 
     async def _read_batch(self, directory: _OpenDirectory, cursor: int) -> None:
         """Get the batch after `cursor`. The batch behind it is requested before this one is delivered."""
@@ -232,14 +264,14 @@ class ListOps:
         directory.cursor, directory.changes, directory.read_s = cursor, batch.changes, batch.asked_s
 
     def _ask_batch(self, directory: _OpenDirectory, cursor: int) -> None:
-        batch = _EntryBatch(cursor, self.clock.boottime_s(), self.change_count)
+        batch = _EntryBatch(cursor, self._clock.boottime_s(), self._changes.count)
 
         def answered(behind: int | None) -> None:
             batch.behind = behind
             if directory.newest is batch:
                 self._ask_on(directory)
 
-        batch.task = self._own(
+        batch.task = self._tasks.start(
             self._vfs.readdir(directory.handle, 0 if cursor == 2 else cursor, directory.batch, answered)
         )
         batch.task.add_done_callback(_seen)
@@ -264,12 +296,14 @@ class ListOps:
             directory.coming.pop().task.cancel()
 
     async def releasedir(self, handle: int, again: bool = False) -> None:
+        """Close the directory. `again`: the predecessor may have done this already."""
         if again and handle not in self._directories:
             return
         directory = self._directories.pop(handle)
-        self.handles.give_back(handle)
+        self._handles.give_back(handle)
         self._drop_coming(directory)
         await self._vfs.releasedir(directory.handle)
 
     async def fsyncdir(self, handle: int) -> None:
+        """Make changes of names in the directory durable."""
         await self._vfs.fsyncdir(self._directories[handle].inode)

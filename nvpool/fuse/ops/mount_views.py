@@ -3,72 +3,33 @@
 Subtree: the kernel's number for the root of a mount is 1, the same as the pool's root inode. Here 1 stands
 for the mounted directory, wherever the kernel or a part of `fuse/ops/operations` uses it. So no request can
 name anything above that directory, and '..' ends there. Towards the kernel, only notifications must be
-translated: a reply names a directory by its inode only in a look-up in its parent, which is not in the mount.
-An engine knows nothing of all this.
+translated (`fuse/ops/kernel_cache/notices`): a reply names a directory by its inode only in a look-up in its
+parent, which is not in the mount. An engine knows nothing of all this.
 
 Read-only: the kernel itself refuses changes as long as it considers the mount read-only. Here they are
 refused in any case (`mount -i -o remount,rw`), before a server is asked for a right to write.
 
-Used by mountd/server, which finds the directory once (`directory_at`) and keeps its inode number. The mount
-shows that directory as long as the mount exists, even if the directory is renamed. If it is removed, every
-request that names it fails with ESTALE.
+`fuse/ops/operations` has a MountView for each mount, and takes each request through it. A mount of the whole
+pool with all rights costs nothing for that. mountd/server finds the directory once (`directory_at`) and keeps
+its inode number. The mount shows that directory as long as the mount exists, even if the directory is
+renamed. If it is removed, every request that names it fails with ESTALE.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
-from nvpool.core.errors import InvalidRequest, NotADirectory, NotFound, NotSupported, ReadOnly
+from nvpool.core.errors import InvalidRequest, NotADirectory, NotFound, ReadOnly
 from nvpool.core.ids import ROOT_INODE
-from nvpool.fuse.ops.operations import DOTS, FuseOps
 
-_BY_INODE = (
-    "getattr_now",
-    "getattr",
-    "setattr",
-    "readlink",
-    "access",
-    "open",
-    "open_now",
-    "opendir",
-    "getxattr",
-    "setxattr",
-    "listxattr",
-    "removexattr",
-    "lookup_now",
-    "begin_lookup",
-    "mknod",
-    "mkdir",
-    "symlink",
-    "unlink",
-    "rmdir",
-    "create",
-    "begin_create",
-    "begin_unlink",
-    "has_no_xattr",
-    "create_unnamed",
-    "statx",
-)
-"""Requests whose first argument is an inode that the kernel names."""
-_CHANGES = (
-    "setattr",
-    "mknod",
-    "mkdir",
-    "symlink",
-    "link",
-    "unlink",
-    "rmdir",
-    "rename",
-    "create",
-    "write",
-    "fallocate",
-    "copy_file_range",
-    "setxattr",
-    "removexattr",
-    "create_unnamed",
-)
+_READ_ONLY = "the pool is mounted read-only here"
+
+_Request = TypeVar("_Request", bound=Callable[..., Any])
+_Opening = TypeVar("_Opening", bound=Callable[..., Any])
+_Change = TypeVar("_Change", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 
 def parts_of(path: str) -> tuple[bytes, ...]:
@@ -84,7 +45,7 @@ def parts_of(path: str) -> tuple[bytes, ...]:
     return parts
 
 
-async def directory_at(vfs, path: str) -> int:
+async def directory_at(vfs: Any, path: str) -> int:
     """The inode of the directory at `path` of the pool.
 
     Symbolic links are not followed: an attacker may have put them there. Raises InvalidRequest as parts_of;
@@ -107,109 +68,94 @@ async def directory_at(vfs, path: str) -> int:
     return inode
 
 
-class SubtreeOps(FuseOps):
-    """Operations on a subtree; see the module.
+class MountView(NamedTuple):
+    """Part of a pool that a mount shows, and whether it may be changed there.
 
-    `root` is the inode of the directory that is shown as the root.
+    Each method returns the function of a request as this view permits it: mostly the same function.
     """
 
-    shows_subtree = True
+    root: int = ROOT_INODE
+    """Inode of the directory that is shown as the root."""
+    read_only: bool = False
 
-    def __init__(self, vfs, options=None, *, root: int) -> None:
-        self.root = root
-        super().__init__(vfs, options)
+    @property
+    def shows_subtree(self) -> bool:
+        """Whether the root of the mount is not the root of the pool."""
+        return self.root != ROOT_INODE
 
-    def _here(self, inode: int) -> int:
+    @property
+    def is_plain(self) -> bool:
+        """Whether the mount shows the whole pool, with all rights."""
+        return not self.shows_subtree and not self.read_only
+
+    def here(self, inode: int) -> int:
+        """The inode that the kernel means by its number."""
         return self.root if inode == ROOT_INODE else inode
 
-    def _there(self, inode: int) -> int:
-        return ROOT_INODE if inode == self.root else inode
+    def by_inode(self, request: _Request) -> _Request:
+        """A request whose first argument is the kernel's number of an inode."""
+        if not self.shows_subtree:
+            return request
+        root = self.root
 
-    async def lookup(self, parent: int, name: bytes):
-        # only for exported file systems; a subtree must not be exported, because file handles know no root
-        if name in DOTS:
-            raise NotSupported("a subtree cannot be exported")
-        return await super().lookup(self._here(parent), name)
+        def translated(inode: int, *arguments: Any, **named: Any) -> Any:
+            return request(root if inode == ROOT_INODE else inode, *arguments, **named)
 
-    async def link(self, inode: int, parent: int, name: bytes, caller):
-        return await super().link(self._here(inode), self._here(parent), name, caller)
+        return cast("_Request", translated)
 
-    async def rename(
-        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller
-    ) -> None:
-        await super().rename(self._here(parent), name, self._here(new_parent), new_name, flags, caller)
+    def link(self, request: _Request) -> _Request:
+        """A request that begins with an inode and the directory of its new name."""
+        if not self.shows_subtree:
+            return request
 
-    async def statfs(self, node: int = ROOT_INODE):
-        return await super().statfs(self._here(node))
+        def translated(inode: int, parent: int, *arguments: Any) -> Any:
+            return request(self.here(inode), self.here(parent), *arguments)
 
-    def _above(self, attr) -> int:
-        return attr.inode if attr.inode == self.root else super()._above(attr)
+        return cast("_Request", translated)
 
-    def forget(self, forgotten: Iterable[tuple[int, int]]) -> None:
-        super().forget((self._here(inode), count) for inode, count in forgotten)
+    def rename(self, request: _Request) -> _Request:
+        """A request that begins with a directory, a name in it, and the directory of the new name."""
+        if not self.shows_subtree:
+            return request
 
-    # -- callbacks that an engine sets; they are called with the kernel's numbers --------------------------------------
-    # -----------------------------------------
+        def translated(parent: int, name: bytes, new_parent: int, *arguments: Any) -> Any:
+            return request(self.here(parent), name, self.here(new_parent), *arguments)
 
-    @property
-    def invalidate_attributes(self) -> Callable[[int], None]:
-        return self._invalidate_attributes
+        return cast("_Request", translated)
 
-    @invalidate_attributes.setter
-    def invalidate_attributes(self, notify: Callable[[int], None]) -> None:
-        self._invalidate_attributes = lambda inode: notify(self._there(inode))
+    def change(self, request: _Change) -> _Change:
+        """A request that changes something: with a read-only view it raises ReadOnly."""
+        return cast("_Change", _refuse) if self.read_only else request
 
-    @property
-    def invalidate(self) -> Callable[[Iterable[tuple[int, bytes]], Iterable[int]], Awaitable[None]]:
-        return self._invalidate
+    def change_now(self, request: _Request) -> _Request:
+        """As `change`, of a function that is no coroutine."""
+        return cast("_Request", _refuse_now) if self.read_only else request
 
-    @invalidate.setter
-    def invalidate(
-        self, notify: Callable[[Iterable[tuple[int, bytes]], Iterable[int]], Awaitable[None]]
-    ) -> None:
-        self._invalidate = lambda names, inodes: notify(
-            [(self._there(parent), name) for parent, name in names], [self._there(inode) for inode in inodes]
-        )
+    def begin_change(self, request: _Request) -> _Request:
+        """A request that may decline, so that a coroutine is called, which raises ReadOnly."""
+        return cast("_Request", _decline) if self.read_only else request
 
+    def opening(self, request: _Opening) -> _Opening:
+        """An open: with a read-only view ReadOnly is raised, unless the file is opened only to be read."""
+        if not self.read_only:
+            return request
 
-def _named_here(name: str):
-    otherwise = getattr(SubtreeOps, name)
+        async def checked(inode: int, flags: int, *arguments: Any) -> Any:
+            _check_only_reads(flags)
+            return await request(inode, flags, *arguments)
 
-    def method(self, inode: int, *arguments, **named):
-        return otherwise(self, self._here(inode), *arguments, **named)
+        return cast("_Opening", checked)
 
-    method.__name__, method.__doc__ = name, otherwise.__doc__
-    return method
+    def opening_now(self, request: _Opening) -> _Opening:
+        """As `opening`, of a function that is no coroutine."""
+        if not self.read_only:
+            return request
 
+        def checked(inode: int, flags: int, *arguments: Any) -> Any:
+            _check_only_reads(flags)
+            return request(inode, flags, *arguments)
 
-for _name in _BY_INODE:
-    setattr(SubtreeOps, _name, _named_here(_name))
-
-
-class ReadOnlyOps:
-    """Operations of a read-only mount: every change raises ReadOnly.
-
-    Comes before FuseOps or SubtreeOps in the order of bases.
-    """
-
-    def open_now(self, inode: int, flags: int, caller, unique: int = 0):
-        _check_only_reads(flags)
-        return super().open_now(inode, flags, caller, unique)
-
-    async def open(self, inode: int, flags: int, caller, drop_set_ids: bool = False):
-        _check_only_reads(flags)
-        return await super().open(inode, flags, caller, drop_set_ids)
-
-    def write_now(self, *_) -> bool:
-        raise ReadOnly(_READ_ONLY)
-
-    def begin_create(self, *_) -> None:
-        """Decline, so that `create` is called, which raises ReadOnly."""
-
-    begin_unlink = begin_create
-
-
-_READ_ONLY = "the pool is mounted read-only here"
+        return cast("_Opening", checked)
 
 
 def _check_only_reads(flags: int) -> None:
@@ -217,28 +163,13 @@ def _check_only_reads(flags: int) -> None:
         raise ReadOnly(_READ_ONLY)
 
 
-def _refused(name: str):
-    async def method(self, *_, **__):
-        raise ReadOnly(_READ_ONLY)
-
-    method.__name__, method.__doc__ = name, "Refused: see ReadOnlyOps."
-    return method
+async def _refuse(*_: object, **__: object) -> NoReturn:
+    raise ReadOnly(_READ_ONLY)
 
 
-for _name in _CHANGES:
-    setattr(ReadOnlyOps, _name, _refused(_name))
+def _refuse_now(*_: object, **__: object) -> NoReturn:
+    raise ReadOnly(_READ_ONLY)
 
 
-class _ReadOnlyFuseOps(ReadOnlyOps, FuseOps):
-    pass
-
-
-class _ReadOnlySubtreeOps(ReadOnlyOps, SubtreeOps):
-    pass
-
-
-def view_of(vfs, options=None, *, root: int = ROOT_INODE, read_only: bool = False) -> FuseOps:
-    """Operations on directory `root` of the pool and all below, for an engine to serve."""
-    if root == ROOT_INODE:
-        return (_ReadOnlyFuseOps if read_only else FuseOps)(vfs, options)
-    return (_ReadOnlySubtreeOps if read_only else SubtreeOps)(vfs, options, root=root)
+def _decline(*_: object) -> None:
+    """Nothing was begun."""

@@ -12,8 +12,8 @@ import asyncio
 import os
 
 from nvpool.client.state.vfs_types import Caller, FileHandle
-from nvpool.fuse.ops.kernel_cache import FuseOptions
-from nvpool.fuse.ops.page_cache_bypass import PageCacheBypass
+from nvpool.fuse.ops.kernel_cache.notices import KernelNotices
+from nvpool.fuse.ops.kernel_cache.options import FuseOptions
 from nvpool.shm.mount_state import KeptHandles
 
 OPEN_MAX = 4096
@@ -38,7 +38,7 @@ class ReadWorkerOps:
         self.options = FuseOptions()
         self.held: dict = {}
         # required by the engine; unused, because a worker does not write
-        self.pages = PageCacheBypass(asyncio.ensure_future)
+        self.notices = KernelNotices()
         self._files: dict[int, FileHandle] = {}
         self._opening: dict[int, asyncio.Task] = {}
         self._late: set[int] = set()  # of `_opening`, those that take longer than OPEN_S

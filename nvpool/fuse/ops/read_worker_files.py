@@ -14,54 +14,54 @@ from nvpool.fuse.ops.handles import Handles
 
 
 class PublishedFiles:
-    def __init__(self) -> None:
+    def __init__(self, handles: Handles) -> None:
+        self._handles = handles
         self.on = False
         """Whether there are read workers."""
-        self._handles: Handles
-        self._of: dict[int, set[int]] = {}  # inode -> handles
-        self._barred: dict[int, int] = {}  # inode -> number of reasons
-        self._writing: set[int] = set()  # handles
-
-    def begin(self, handles: Handles) -> None:
-        self._handles = handles
+        self.handles_of: dict[int, set[int]] = {}
+        """inode -> published handles."""
+        self.barred: dict[int, int] = {}
+        """inode -> number of reasons not to publish it."""
+        self.writing: set[int] = set()
+        """Handles that may write."""
 
     def add(self, inode: int, handle: int) -> None:
         """Record that the handle is published."""
-        self._of.setdefault(inode, set()).add(handle)
+        self.handles_of.setdefault(inode, set()).add(handle)
 
     def take_back(self, inode: int) -> None:
         """Withdraw all handles of the file.
 
         Workers answer no request that is read from the kernel after this.
         """
-        for handle in self._of.pop(inode, ()):
+        for handle in self.handles_of.pop(inode, ()):
             self._handles.take_back(handle)
 
     def opened_to_write(self, inode: int, handle: int) -> None:
         """Bar the file from publishing until the handle is closed."""
-        self._writing.add(handle)
+        self.writing.add(handle)
         self.bar(inode)
 
     def closed(self, inode: int, handle: int) -> None:
         """Note that the handle is closed and all data written through it is stored."""
-        if handle in self._writing:
-            self._writing.remove(handle)
+        if handle in self.writing:
+            self.writing.remove(handle)
             self.unbar(inode)
-        handles = self._of.get(inode)
+        handles = self.handles_of.get(inode)
         if handles is not None:
             handles.discard(handle)
             if not handles:
-                del self._of[inode]
+                del self.handles_of[inode]
 
     def is_barred(self, inode: int) -> bool:
-        return inode in self._barred
+        return inode in self.barred
 
     def bar(self, inode: int) -> None:
         """Withdraw the file: a process here may change it, until `unbar`."""
-        self._barred[inode] = self._barred.get(inode, 0) + 1
+        self.barred[inode] = self.barred.get(inode, 0) + 1
         self.take_back(inode)
 
     def unbar(self, inode: int) -> None:
-        self._barred[inode] -= 1
-        if not self._barred[inode]:
-            del self._barred[inode]
+        self.barred[inode] -= 1
+        if not self.barred[inode]:
+            del self.barred[inode]

@@ -8,12 +8,14 @@ range operations, and requests with that mark.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
-from nvpool.client.state.vfs_types import Caller
+from nvpool.client.state.vfs_types import Caller, FileHandle
 from nvpool.core.errors import NoAttribute
-from nvpool.fuse.ops.kernel_cache import HAS_XATTRS
+from nvpool.fuse.ops.kernel_cache.notices import KernelNotices
+from nvpool.fuse.ops.kernel_cache.pages import HAS_XATTRS
+from nvpool.rpc.api import Buffer
+from nvpool.rpc.v1.meta_pb2 import Attr
 
 S_ISUID, S_ISGID, S_IXGRP = 0o4000, 0o2000, 0o0010
 SET_IDS = S_ISUID | S_ISGID
@@ -37,7 +39,7 @@ def is_in_group(caller: Caller, gid: int) -> bool:
     return False
 
 
-def without_set_ids(attr, caller: Caller) -> int | None:
+def without_set_ids(attr: Attr, caller: Caller) -> int | None:
     """Mode bits that a regular file keeps when `caller`, without CAP_FSETID, changes its bytes; None: all.
 
     As `setattr_should_drop_suidgid` of Linux 6.2: the set-uid bit is removed. The set-gid bit is removed if
@@ -50,7 +52,7 @@ def without_set_ids(attr, caller: Caller) -> int | None:
     return kept if kept != mode else None
 
 
-def drops_set_gid(attr, caller: Caller) -> bool:
+def drops_set_gid(attr: Attr, caller: Caller) -> bool:
     """Whether the set-gid bit goes when `caller` changes owner or group of the file.
 
     This concerns a file whose group may not execute it. As `setattr_should_drop_sgid` of Linux: the bit stays
@@ -64,37 +66,43 @@ def drops_set_gid(attr, caller: Caller) -> bool:
     )
 
 
-class PrivilegeOps:
-    _vfs: Any
-    invalidate_attributes: Callable[[int], None]
+class Privileges:
+    """Removal of privileges from programs whose bytes change."""
 
-    async def _drop_set_ids(self, file, caller: Caller) -> None:
+    def __init__(self, vfs: Any, notices: KernelNotices) -> None:
+        self._vfs = vfs
+        self._notices = notices
+
+    async def drop_set_ids(self, file: FileHandle, caller: Caller) -> None:
+        """Remove the set-id bits that the file loses when `caller` changes its bytes."""
         mode = without_set_ids(file.attr, caller)
         if mode is not None:
             await self._vfs.setattr(file.inode, mode=mode, caller=Caller(0, 0))
-            self.invalidate_attributes(file.inode)
+            self._notices.invalidate_attributes(file.inode)
 
-    async def _append(self, file, buffer, caller: Caller | None) -> int:
+    async def append(self, file: FileHandle, buffer: Buffer, caller: Caller | None) -> int:
         """Append without leaving the file more privileges than a write through the kernel's pages would.
 
         Returns the place of the record. `caller`: None if the write goes through those pages.
         """
+        place: int
         if caller is None:
-            return await self._vfs.append(file, buffer)
-        await self._take_privileges(file, caller)
+            place = await self._vfs.append(file, buffer)
+            return place
+        await self.take(file, caller)
         place = await self._vfs.append(file, buffer)
         # another node may have set them meanwhile; the reply to the append has the current attributes
-        await self._take_privileges(file, caller)
+        await self.take(file, caller)
         return place
 
-    async def _take_privileges(self, file, caller: Caller) -> None:
+    async def take(self, file: FileHandle, caller: Caller) -> None:
         """Remove privileges from a program before bytes are written into it.
 
         Set-id bits are removed unless root writes (capabilities(7), CAP_FSETID; the process that opened the
         file stands for the writer). File capabilities are removed always.
         """
         if caller.uid:
-            await self._drop_set_ids(file, caller)
+            await self.drop_set_ids(file, caller)
         if file.attr.flags & HAS_XATTRS:
             with contextlib.suppress(NoAttribute):
                 await self._vfs.removexattr(file.inode, CAPABILITY, caller)

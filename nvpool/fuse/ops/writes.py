@@ -2,35 +2,52 @@
 
 A part of `fuse/ops/operations`. A write request carries the current flags of its descriptor, so a change of
 O_APPEND or O_DIRECT by F_SETFL takes effect from the next write on. How pages are kept coherent with writes
-that bypass them: `fuse/ops/page_cache_bypass`.
+that bypass them: `fuse/ops/kernel_cache/page_cache_bypass`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
-from nvpool.client.state.vfs_types import Caller
-from nvpool.core.errors import QuotaExceeded
-from nvpool.fuse.ops.page_cache_bypass import PageCacheBypass, may_have_tail
-from nvpool.fuse.ops.setid import SET_IDS, PrivilegeOps
+from nvpool.client.state.vfs_types import Caller, FileHandle
+from nvpool.core.errors import InvalidRequest, QuotaExceeded
+from nvpool.fuse.ops.inline_completions import SubmittedFlush
+from nvpool.fuse.ops.kernel_cache.options import ChangeCount, FuseOptions
+from nvpool.fuse.ops.kernel_cache.page_cache_bypass import PageCacheBypass, may_have_tail
+from nvpool.fuse.ops.kernel_cache.pages import CachedPages
+from nvpool.fuse.ops.open_files import OpenFiles
+from nvpool.fuse.ops.setid import SET_IDS, Privileges
+from nvpool.rpc.api import Buffer
 
 
-class WriteOps(PrivilegeOps):
-    _files: dict[int, Any]
-    _appending: dict[int, Caller]
-    _seen: dict[int, tuple[int, bool]]
-    _paged: dict[int, tuple[float, bool]]
-    change_count: int
-    _paging: Callable[[int], None]
-    flags_below: Callable[[int], int]
-    pages: PageCacheBypass
-    options: Any
-    fsync: Any
+class FileWrites:
+    """Writes into open files, and what makes them durable."""
 
-    def write_now(self, handle: int, offset: int, buffer, drop_set_ids: Caller | None, unique: int) -> bool:
+    def __init__(
+        self,
+        vfs: Any,
+        options: FuseOptions,
+        files: OpenFiles,
+        changes: ChangeCount,
+        pages: CachedPages,
+        bypass: PageCacheBypass,
+        privileges: Privileges,
+    ) -> None:
+        self._vfs = vfs
+        self._options = options
+        self._files = files.by_handle
+        self._appending = files.appending
+        self._changes = changes
+        self._pages = pages
+        self._bypass = bypass
+        self._privileges = privileges
+
+    def write_now(
+        self, handle: int, offset: int, buffer: Buffer, drop_set_ids: Caller | None, unique: int
+    ) -> bool:
         """Write `buffer` as `write` does, if that needs no waiting. False: nothing was taken.
 
         If written data is kept in the mount state (`kept`), `buffer` was copied on return.
@@ -47,47 +64,26 @@ class WriteOps(PrivilegeOps):
             self.failed(file.inode)
             raise
         finally:
-            if file.inode not in self._paged:
-                self._paging(file.inode)
-        self.change_count += 1
+            if file.inode not in self._pages.paged:
+                self._pages.paging(file.inode)
+        self._changes.count += 1
         return True
 
     def failed(self, inode: int) -> None:
         """Note a failed write: the kernel's pages have data that no store has."""
-        self._seen.pop(inode, None)
-        if self.options.writeback:
-            self.pages.refuse(inode)
-
-    def _there(self, inode: int) -> int:
-        """The number by which the kernel knows a directory."""
-        return inode
-
-    def _forget_refused(self, inode: int) -> None:
-        """Make the kernel drop a closed file that had refused data.
-
-        Call this after a close; nothing happens while a descriptor is open.
-        """
-        if not self._vfs.is_open(inode):
-            names = self._vfs.cache.names_of(inode)
-            self.pages.forget_refused(inode, [(self._there(parent), name) for parent, name in names])
+        self._pages.seen.pop(inode, None)
+        if self._options.writeback:
+            self._bypass.refuse(inode)
 
     @contextlib.contextmanager
-    def _changing(self, file):
+    def _changing(self, file: FileHandle) -> Iterator[None]:
         try:
             yield
         except BaseException:
             self.failed(file.inode)
             raise
         finally:
-            self.change_count += 1
-
-    def has_pages(self, handle: int) -> bool:
-        """Whether the kernel may have pages of the open file.
-
-        It may, even though writes through this handle bypass pages.
-        """
-        file = self._files.get(handle)
-        return file is not None and self.pages.has_pages(file)
+            self._changes.count += 1
 
     def syncs_itself(self, handle: int) -> bool:
         """Whether O_SYNC and O_DSYNC must be carried out here.
@@ -105,7 +101,7 @@ class WriteOps(PrivilegeOps):
         self,
         handle: int,
         offset: int,
-        buffer,
+        buffer: Buffer,
         drop_set_ids: Caller | None = None,
         syncs: bool = False,
         flags: int | None = None,
@@ -118,26 +114,103 @@ class WriteOps(PrivilegeOps):
         """
         file = self._files[handle]
         if drop_set_ids is not None and file.attr.mode & SET_IDS:
-            await self._drop_set_ids(file, drop_set_ids)
-        flags = file.flags if flags is None else self.flags_below(flags)
+            await self._privileges.drop_set_ids(file, drop_set_ids)
+        flags = file.flags if flags is None else self._options.flags_below(flags)
         direct = handle in self._appending or bool(flags & os.O_DIRECT)
         with self._changing(file):
             if flags & os.O_APPEND:
-                place, taken = await self._append(file, buffer, self._appending.get(handle)), len(buffer)
+                place, taken = (
+                    await self._privileges.append(file, buffer, self._appending.get(handle)),
+                    len(buffer),
+                )
                 if not direct and place != offset:
-                    self.pages.moved(file.inode, min(place, offset))
+                    self._bypass.moved(file.inode, min(place, offset))
             else:
                 place, size = offset, file.size
-                has_tail = offset > size and not self.options.writeback and may_have_tail(file)
+                has_tail = offset > size and not self._options.writeback and may_have_tail(file)
                 taken = await self._vfs.write(file, offset, buffer, False)
                 if has_tail:
-                    await self.pages.written_behind(file.inode, size, offset)
-                if taken < len(buffer) and self.options.writeback:  # the kernel ignores a short write-back
+                    await self._bypass.written_behind(file.inode, size, offset)
+                if taken < len(buffer) and self._options.writeback:  # the kernel ignores a short write-back
                     raise QuotaExceeded(
                         "the volume's quota is used up: what was written back fits in part only"
                     )
             if direct:
-                await self.pages.written(file, place, taken)
+                await self._bypass.written(file, place, taken)
             if handle in self._appending and (syncs or file.flags & os.O_DSYNC):
                 await self._vfs.fsync(file, False)
             return taken
+
+    def begin_flush(self, handle: int) -> SubmittedFlush | bool | None:
+        """Start `flush`, as `begin_create` does.
+
+        True: nothing is left to flush. Only for a caller without locks.
+        """
+        file = self._files[handle]
+        if self._vfs.is_flushed(file):
+            return True
+        ending = SubmittedFlush(self._changes, self.failed, file.inode)
+        begun = ending.begun = self._vfs.begin_flush(file, ending.ended)
+        if begun is None or begun is True:
+            return begun
+        return ending
+
+    async def flush(self, handle: int, owner: int | None = None) -> None:
+        """close(2): on return the stores have all written data, and the size is known to all clients.
+
+        Raises the error of an earlier write if there was one. The record locks of `owner` on the file end.
+        """
+        file = self._files[handle]
+        with self._changing(file):
+            await self._vfs.flush(file, owner)
+
+    async def fsync(self, handle: int, datasync: bool) -> None:
+        """Make the written data durable, and unless `datasync` the attributes too."""
+        file = self._files[handle]
+        with self._changing(file):
+            await self._vfs.fsync(file, datasync)
+
+    async def fallocate(self, handle: int, offset: int, length: int, mode: int, caller: Caller) -> None:
+        """Allocate space or punch a hole; `mode` as in fallocate(2).
+
+        The kernel writes back the pages of a hole before and drops them after, and queries the attributes
+        again.
+        """
+        file = self._files[handle]
+        try:
+            await self._privileges.take(file, caller)
+            size = file.size
+            await self._vfs.fallocate(file, offset, length, mode)
+            if file.size > size and not self._options.writeback:
+                await self._bypass.growing(file.inode, size, file.size)
+        finally:
+            self._changes.count += 1
+
+    async def copy_file_range(
+        self,
+        handle_in: int,
+        offset_in: int,
+        handle_out: int,
+        offset_out: int,
+        length: int,
+        flags: int,
+        caller: Caller,
+    ) -> int:
+        """Copy a range; returns the number of bytes copied.
+
+        The kernel has written back its pages of both ranges, and drops those of the second.
+        """
+        if flags:
+            raise InvalidRequest(f"copy_file_range with flags {flags:#x}")
+        file = self._files[handle_out]
+        try:
+            await self._privileges.take(file, caller)
+            size = file.size
+            copied: int = await self._vfs.copy_range(
+                self._files[handle_in], offset_in, file, offset_out, length
+            )
+            if offset_out > size and not self._options.writeback:
+                await self._bypass.growing(file.inode, size, offset_out)
+            return copied
+        finally:
+            self._changes.count += 1

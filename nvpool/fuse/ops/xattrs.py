@@ -13,18 +13,22 @@ from nvpool.client.state.metadata_cache import ACL_FLAG
 from nvpool.client.state.vfs_types import XATTR_KILL_SET_GID, Caller
 from nvpool.core.errors import NoAttribute, NotSupported
 from nvpool.core.posix import acl
+from nvpool.fuse.ops.kernel_cache.options import ChangeCount
+from nvpool.fuse.ops.kernel_cache.pages import CachedPages
 from nvpool.fuse.ops.setid import CAPABILITY, is_in_group
 
 _SYSTEM = b"system."
 
 
-class XattrOps:
-    _vfs: Any
-    _seen: dict[int, tuple[int, bool]]
-    change_count: int
+class ExtendedAttributes:
+    """Requests for extended attributes of one mount."""
 
-    keeps_acls = False
-    """Set by the engine: the kernel enforces access control lists."""
+    def __init__(self, vfs: Any, changes: ChangeCount, pages: CachedPages) -> None:
+        self._vfs = vfs
+        self._changes = changes
+        self._seen = pages.seen
+        self.keeps_acls = False
+        """Whether the kernel enforces access control lists."""
 
     def has_no_xattr(self, inode: int, name: bytes) -> bool:
         """Whether the inode is known to lack `name`, without a query.
@@ -41,13 +45,17 @@ class XattrOps:
         return False
 
     async def getxattr(self, inode: int, name: bytes) -> bytes:
+        """Return the attribute. Raises NoAttribute."""
         if self.has_no_xattr(inode, name):
             raise NoAttribute()
+        value: bytes
         if not name.startswith(_SYSTEM):
-            return await self._vfs.getxattr(inode, name)
+            value = await self._vfs.getxattr(inode, name)
+            return value
         self._check_system(name)
         try:
-            return await self._vfs.getxattr(inode, name)
+            value = await self._vfs.getxattr(inode, name)
+            return value
         # by an older metadata service; else the kernel would deny access to all but the owner
         except NotSupported:
             raise NoAttribute() from None
@@ -79,10 +87,11 @@ class XattrOps:
         try:
             await self._vfs.setxattr(inode, name, value, flags, caller)
         finally:
-            self.change_count += 1
+            self._changes.count += 1
 
     async def listxattr(self, inode: int) -> list[bytes]:
-        names = await self._vfs.listxattr(inode)
+        """Return the names of all attributes."""
+        names: list[bytes] = await self._vfs.listxattr(inode)
         return names if self.keeps_acls else [name for name in names if not name.startswith(_SYSTEM)]
 
     async def removexattr(self, inode: int, name: bytes, caller: Caller) -> None:
@@ -95,4 +104,4 @@ class XattrOps:
             if not name.startswith(_SYSTEM):
                 raise
         finally:
-            self.change_count += 1
+            self._changes.count += 1

@@ -52,8 +52,7 @@ def test_closed_peer_is_ignored():
 
 
 def published(memory):
-    found = PublishedFiles()
-    found.begin(handles := Handles(memory))
+    found = PublishedFiles(handles := Handles(memory))
 
     def take(inode):
         number = handles.take(inode, os.O_RDONLY, Caller(0, 0), 1, published=True)

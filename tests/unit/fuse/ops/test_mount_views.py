@@ -8,8 +8,8 @@ import pytest
 
 from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import InvalidRequest, NotADirectory, NotFound, NotSupported, ReadOnly
-from nvpool.fuse.ops.mount_views import directory_at, parts_of, view_of
-from nvpool.fuse.ops.operations import errno_of
+from nvpool.fuse.ops.mount_views import directory_at, parts_of
+from nvpool.fuse.ops.operations import FuseOps, errno_of
 from nvpool.testing.fakes.vfs import MemoryVfs
 
 ME = Caller(0, 0)
@@ -58,7 +58,7 @@ def test_subtree_is_found_by_its_path_without_links():
 def test_kernel_root_is_the_subtree_in_each_request():
     async def look(vfs):
         a = await directory_at(vfs, "/a")
-        ops = view_of(vfs, root=a)
+        ops = FuseOps(vfs, root=a)
         assert (await ops.getattr(1)).inode == a
         assert (await ops.lookup(1, b"b")).inode == (await vfs.lookup(a, b"b")).inode
         assert await ops.lookup(1, b"outside") is None
@@ -98,17 +98,17 @@ def test_kernel_root_is_the_subtree_in_each_request():
 def test_notices_to_the_kernel_use_its_own_root():
     async def look(vfs):
         a = await directory_at(vfs, "/a")
-        ops = view_of(vfs, root=a)
+        ops = FuseOps(vfs, root=a)
         notices = []
-        ops.invalidate_attributes = notices.append
+        ops.notices.connect(invalidate_attributes=notices.append)
 
         async def invalidate(names, inodes):
             notices.append((list(names), list(inodes)))
 
-        ops.invalidate = invalidate
-        ops.invalidate_attributes(a)
-        ops.invalidate_attributes(77)
-        await ops.invalidate(dict.fromkeys([(a, b"x"), (77, b"y")]), (a, 77))
+        ops.notices.connect(invalidate=invalidate)
+        ops.notices.invalidate_attributes(a)
+        ops.notices.invalidate_attributes(77)
+        await ops.notices.invalidate(dict.fromkeys([(a, b"x"), (77, b"y")]), (a, 77))
         assert notices == [1, 77, ([(1, b"x"), (77, b"y")], [1, 77])]
 
     on_a_tree(look)
@@ -117,7 +117,7 @@ def test_notices_to_the_kernel_use_its_own_root():
 def test_read_only_mount_refuses_each_change():
     async def look(vfs):
         a = await directory_at(vfs, "/a")
-        for ops, b in ((view_of(vfs, root=a, read_only=True), b"b"), (view_of(vfs, read_only=True), b"a")):
+        for ops, b in ((FuseOps(vfs, root=a, read_only=True), b"b"), (FuseOps(vfs, read_only=True), b"a")):
             inode = (await ops.lookup(1, b)).inode
             file = (await vfs.lookup(await directory_at(vfs, "/a/b"), b"f")).inode
             for change in (

@@ -13,7 +13,7 @@ from nvpool.client.state.vfs_types import Caller
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import CorruptFrame
 from nvpool.core.ids import ROOT_INODE as ROOT
-from nvpool.fuse.ops import kernel_cache
+from nvpool.fuse.ops.kernel_cache import names as cached_names
 from nvpool.fuse.ops.operations import FuseOps
 from nvpool.rpc.messages.direntries import DirectoryPage, attr_of, change_of, pack_entry, packed
 from nvpool.rpc.v1.meta_pb2 import Attr, DirEntry
@@ -229,25 +229,25 @@ def test_listed_names_are_invalidated_until_they_expire():
         async def invalidate(names, inodes):
             taken_back.extend(names)
 
-        ops.invalidate = invalidate
+        ops.notices.connect(invalidate=invalidate)
         attrs = [await vfs.mknod(ROOT, b"f%d" % number, 0o100644, 0, ME) for number in range(3)]
         await vfs.link(attrs[0].inode, ROOT, b"again", ME)
         handle = await ops.opendir(ROOT)
         await ops.readdir(handle, 2, lambda *_: True)
-        await ops._recalled([attrs[0].inode, 12345])
+        await ops.recalls.recalled([attrs[0].inode, 12345])
         assert sorted(taken_back) == [(ROOT, b"again"), (ROOT, b"f0")]
-        await ops._recalled([attrs[1].inode])
+        await ops.recalls.recalled([attrs[1].inode])
         await ops.lookup(ROOT, b"again")
         await ops.lookup(ROOT, b"again")
         taken_back.clear()
-        await ops._recalled([attrs[0].inode])
+        await ops.recalls.recalled([attrs[0].inode])
         assert taken_back == [(ROOT, b"again")], (
             "once, though the kernel looked it up twice; the other name has expired"
         )
         clock.advance(10.0)
         await ops.lookup(ROOT, b"f2")
         taken_back.clear()
-        await ops._recalled([attr.inode for attr in attrs])
+        await ops.recalls.recalled([attr.inode for attr in attrs])
         assert taken_back == [(ROOT, b"f2")], "the kernel asks for the other names itself"
         await ops.releasedir(handle)
 
@@ -256,8 +256,8 @@ def test_listed_names_are_invalidated_until_they_expire():
 
 def test_names_given_to_the_kernel_are_remembered_boundedly(monkeypatch):
     async def run():
-        monkeypatch.setattr(kernel_cache, "NAMED_MAX", 100)
-        monkeypatch.setattr(kernel_cache, "NAMED_TOGETHER", 10)
+        monkeypatch.setattr(cached_names, "NAMED_MAX", 100)
+        monkeypatch.setattr(cached_names, "NAMED_TOGETHER", 10)
         vfs, clock = MemoryVfs(), ManualClock()
         ops = FuseOps(vfs, clock=clock)
         taken_back = []
@@ -265,18 +265,18 @@ def test_names_given_to_the_kernel_are_remembered_boundedly(monkeypatch):
         async def invalidate(names, inodes):
             taken_back.extend(names)
 
-        ops.invalidate = invalidate
+        ops.notices.connect(invalidate=invalidate)
         attrs = [await ops.mknod(ROOT, b"f%d" % number, 0o100644, 0, ME) for number in range(300)]
-        await ops._recalled([attr.inode for attr in attrs])
+        await ops.recalls.recalled([attr.inode for attr in attrs])
         assert taken_back == [(ROOT, b"f%d" % number) for number in range(300 - len(taken_back), 300)]
         assert 90 <= len(taken_back) <= 110
         handle = await ops.opendir(ROOT)
         await ops.readdir(handle, 2, lambda *_: True)
         await ops.lookup(ROOT, b"f7")
         taken_back.clear()
-        await ops._recalled([attrs[7].inode, attrs[8].inode])
+        await ops.recalls.recalled([attrs[7].inode, attrs[8].inode])
         assert (ROOT, b"f7") in taken_back
         await ops.releasedir(handle)
-        assert sum(len(named.names) for named in ops._named) <= 110
+        assert sum(len(named.names) for named in ops.cached_names.groups) <= 110
 
     asyncio.run(run())

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from nvpool.fuse.ops.page_cache_bypass import UNWAITED_MAX, PageCacheBypass
+from nvpool.fuse.ops.kernel_cache.notices import KernelNotices, OwnedTasks
+from nvpool.fuse.ops.kernel_cache.page_cache_bypass import UNWAITED_MAX, PageCacheBypass
 
 INODE = 7
 
@@ -12,9 +13,10 @@ INODE = 7
 class Kernel:
     """Effect of notices on the pages of a real kernel: a drop waits until `locked` is set."""
 
-    def __init__(self, pages):
+    def __init__(self):
         self.dropped, self.begun, self.locked = [], 0, None
-        pages.drop, pages.store = self.drop, self.store
+        self.notices = KernelNotices()
+        self.notices.connect(drop=self.drop, store=self.store)
 
     async def drop(self, *what):
         self.begun += 1
@@ -28,8 +30,8 @@ class Kernel:
 
 def test_write_behind_the_end_in_its_page_drops_it_first():
     async def main():
-        pages = PageCacheBypass(asyncio.ensure_future)
-        kernel = Kernel(pages)
+        kernel = Kernel()
+        pages = PageCacheBypass(kernel.notices, OwnedTasks())
         await pages.written_behind(INODE, 5000, 5100)
         assert kernel.dropped == [(INODE, 5000, 100)]
         assert not pages.locked
@@ -39,8 +41,8 @@ def test_write_behind_the_end_in_its_page_drops_it_first():
 
 def test_write_that_locks_its_page_seldom_waits():
     async def main():
-        pages = PageCacheBypass(asyncio.ensure_future)
-        kernel, waited = Kernel(pages), []
+        kernel, waited = Kernel(), []
+        pages = PageCacheBypass(kernel.notices, OwnedTasks())
         kernel.locked = asyncio.Event()
         for number in range(3 * UNWAITED_MAX):
             await pages.written_behind(INODE, 5000 + number, 5001 + number)
@@ -59,8 +61,8 @@ def test_write_that_locks_its_page_seldom_waits():
 
 def test_page_dropped_in_time_is_waited_for_again():
     async def main():
-        pages = PageCacheBypass(asyncio.ensure_future)
-        kernel = Kernel(pages)
+        kernel = Kernel()
+        pages = PageCacheBypass(kernel.notices, OwnedTasks())
         kernel.locked = asyncio.Event()
         await pages.written_behind(INODE, 5000, 5100)
         await pages.written_behind(INODE, 5101, 5200)

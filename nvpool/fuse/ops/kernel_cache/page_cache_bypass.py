@@ -18,8 +18,7 @@ A part of `fuse/ops/operations`.
   was refused. It drops that size with the inode. So the inode's names are invalidated when no process here
   has the file open any more.
 
-The first two wait for pages that are being read, at most PAGES_S. The engine sets `drop`, `store` and
-`forget`.
+The first two wait for pages that are being read, at most PAGES_S.
 """
 
 from __future__ import annotations
@@ -27,7 +26,11 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Coroutine
+from typing import Any
+
+from nvpool.client.state.vfs_types import FileHandle
+from nvpool.fuse.ops.kernel_cache.notices import KernelNotices, OwnedTasks
 
 ASIDE = os.O_APPEND | os.O_DIRECT
 """Flags of an open file that the kernel sends with each write.
@@ -53,31 +56,17 @@ Their number is 1, 2, 4, … for each timeout. One full wait in 65 writes costs 
 """
 
 
-async def _nothing(*_) -> None:
-    """Default of an engine that cannot do this."""
-
-
 class PageCacheBypass:
-    def __init__(self, own: Callable) -> None:
-        """`own(coroutine)` makes a task that the file system owns."""
-        self._own = own
+    """Descriptors of one mount that bypass the kernel's pages, and what their changes do to pages."""
+
+    def __init__(self, notices: KernelNotices, tasks: OwnedTasks) -> None:
+        self._notices = notices
+        self._tasks = tasks
         self._bypass: dict[int, int] = {}  # inode -> how many of its open descriptors bypass pages
         self.locked: dict[int, tuple[int, int]] = {}
         """Open inodes whose last page could not be dropped in time.
 
         inode -> (how many of the next writes do not wait, how many these were at first).
-        """
-        self.drop: Callable[[int, int, int], Awaitable[None]] = _nothing
-        """Set by the engine: drop the pages of (inode, offset, length).
-
-        Waits for pages that are being read.
-        """
-        self.store: Callable[[int, int, bytes], Awaitable[None]] = _nothing
-        """Set by the engine: put bytes of (inode, offset) into the pages. Waits as `drop` does."""
-        self.forget: Callable[[list[tuple[int, bytes]]], Awaitable[None]] = _nothing
-        """Set by the engine: make the kernel drop names (directory, name).
-
-        With its last name the kernel drops an inode that is not open.
         """
         self.refused: set[int] = set()
         """Open inodes of which the kernel may have refused pages and a wrong size."""
@@ -87,20 +76,21 @@ class PageCacheBypass:
         self._bypass[inode] = self._bypass.get(inode, 0) + 1
 
     def closed(self, inode: int) -> None:
+        """Count one descriptor less that bypasses pages."""
         count = self._bypass.get(inode, 0)
         if count > 1:
             self._bypass[inode] = count - 1
         elif count:
             del self._bypass[inode]
 
-    def has_pages(self, file) -> bool:
+    def has_pages(self, file: FileHandle) -> bool:
         """Whether another open descriptor reads the file through pages."""
         return file.file.handles > self._bypass.get(file.inode, 0)
 
-    async def written(self, file, offset: int, length: int) -> None:
+    async def written(self, file: FileHandle, offset: int, length: int) -> None:
         """Drop old pages after [offset, offset + length) was written past them."""
         if self.has_pages(file):
-            await self._within(self.drop(file.inode, offset, length))
+            await self._within(self._notices.drop(file.inode, offset, length))
 
     def refuse(self, inode: int) -> None:
         """Drop pages whose write-back was refused.
@@ -113,11 +103,11 @@ class PageCacheBypass:
     def forget_refused(self, inode: int, names: list[tuple[int, bytes]]) -> None:
         """Make the kernel forget the inode: no process of this node has it open any more."""
         self.refused.discard(inode)
-        self._own(self.forget(names))
+        self._tasks.start(self._notices.forget(names))
 
     def moved(self, inode: int, offset: int) -> None:
         """Drop the pages from `offset` on: a record went to another place than the kernel assumed."""
-        self._own(self.drop(inode, offset, 0))
+        self._tasks.start(self._notices.drop(inode, offset, 0))
 
     async def growing(self, inode: int, size: int, until: int) -> None:
         """Zero the last page after `size`, before the file grows.
@@ -126,7 +116,7 @@ class PageCacheBypass:
         """
         end = min(until, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
         if size < end:
-            await self._within(self.store(inode, size, bytes(end - size)))
+            await self._within(self._notices.store(inode, size, bytes(end - size)))
 
     async def written_behind(self, inode: int, size: int, offset: int) -> None:
         """Do as `growing`, for a write at `offset` that is not answered yet.
@@ -140,7 +130,7 @@ class PageCacheBypass:
 
     async def _drop_last(self, inode: int, offset: int, length: int) -> None:
         """Drop the page of the range, which the pending write may have locked."""
-        dropping = self._own(self.drop(inode, offset, length))
+        dropping = self._tasks.start(self._notices.drop(inode, offset, length))
         unwaited, most = self.locked.get(inode, (0, 0))
         if unwaited:
             self.locked[inode] = unwaited - 1, most
@@ -156,11 +146,11 @@ class PageCacheBypass:
         """Forget the inode's state: no process of this node has it open any more."""
         self.locked.pop(inode, None)
 
-    async def _within(self, work: Awaitable[None]) -> None:
-        await asyncio.wait((self._own(work),), timeout=PAGES_S)
+    async def _within(self, work: Coroutine[Any, Any, None]) -> None:
+        await asyncio.wait((self._tasks.start(work),), timeout=PAGES_S)
 
 
-def may_have_tail(file) -> bool:
+def may_have_tail(file: FileHandle) -> bool:
     """Whether a mapping may have stored bytes after the end, in the last page.
 
     A mapping needs the file open for reading and writing.
