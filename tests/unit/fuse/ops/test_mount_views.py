@@ -8,6 +8,7 @@ import pytest
 
 from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import InvalidRequest, NotADirectory, NotFound, NotSupported, ReadOnly
+from nvpool.fuse.ops.kernel_cache.notices import KernelNotices
 from nvpool.fuse.ops.mount_views import directory_at, parts_of
 from nvpool.fuse.ops.operations import FuseOps, errno_of
 from nvpool.testing.fakes.vfs import MemoryVfs
@@ -112,6 +113,27 @@ def test_notices_to_the_kernel_use_its_own_root():
         assert notices == [1, 77, ([(1, b"x"), (77, b"y")], [1, 77])]
 
     on_a_tree(look)
+
+
+def test_plain_mount_takes_requests_as_they_are():
+    ops = FuseOps(MemoryVfs())
+    assert ops.view.is_plain
+    assert ops.lookup_now == ops.metadata.lookup_now and ops.rename == ops.metadata.rename
+    assert ops.open_now == ops.files.open_now and ops.write == ops.writes.write
+
+
+def test_later_connection_keeps_the_other_notices():
+    notices = KernelNotices(root=7)
+    seen = []
+
+    async def drop(*what):
+        seen.append(what)
+
+    notices.connect(invalidate_attributes=seen.append)
+    notices.connect(drop=drop)
+    notices.invalidate_attributes(7)
+    asyncio.run(notices.drop(8, 0, 4096))
+    assert seen == [1, (8, 0, 4096)]
 
 
 def test_read_only_mount_refuses_each_change():
