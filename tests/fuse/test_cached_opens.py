@@ -283,7 +283,7 @@ async def test_opens_of_squashed_root_need_a_message(kernel, rng):
 
     meta.change = counted
     for squashes, uid, count in ((False, 0, 0), (True, 1000, 0), (True, 0, 1)):
-        kernel.vfs.squashes_root = squashes
+        kernel.vfs.parts.squashes_root = squashes
         compiled = cached_replies._cached_replies.CachedReplies(
             kernel.engine, kernel.ops, kernel.vfs, False, kernel.engine._takers()
         )

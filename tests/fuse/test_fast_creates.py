@@ -250,7 +250,7 @@ class Mounted(Reading):
             "barred": dict(ops.published.barred),
             "writing": set(ops.published.writing),
             "counters": {name: vfs.meta.counters[name] for name in ("changes", "repeats", "sessions")},
-            "made names": dict(vfs._made_names),
+            "made names": dict(vfs.complete_dirs.made_names),
             "work": list(self.engine._work),
             "held": dict(vfs.meta.once.held),
             "spent": sum(times.counts) if (times := self.engine.spent.times[Op.CREATE]) is not None else 0,
@@ -488,8 +488,8 @@ async def create_in_all_ways(kernel, clock):
             made = await kernel.create_file(name, flags, **more)
         except OSError as error:
             made = error.errno
-        if kernel.vfs._renewals:  # the directory's names are listed concurrently
-            await asyncio.wait(set(kernel.vfs._renewals))
+        if kernel.vfs.parts.tasks.running:  # the directory's names are listed concurrently
+            await asyncio.wait(set(kernel.vfs.parts.tasks.running))
         seen.append((name, kernel.client_state()))
         clock.now_s += 0.25
         return made
@@ -975,10 +975,11 @@ async def test_bug_in_the_client_state_is_reported(kernel):
     asyncio.get_running_loop().set_exception_handler(
         lambda loop, context: reported.append(context["exception"])
     )
-    made_in, kernel.vfs._made_in = kernel.vfs._made_in, lambda *_: 1 // 0
+    directories = kernel.vfs.complete_dirs
+    made_in, directories.made_in = directories.made_in, lambda *_: 1 // 0
     unique = kernel.send_create(b"f")
     assert (await kernel.receive())[:2] == (unique, 0)
-    kernel.vfs._made_in = made_in
+    directories.made_in = made_in
     async with asyncio.timeout(60):
         while not reported:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -1015,7 +1016,7 @@ async def test_mount_stops_after_a_bug_in_a_last_reply(kernel):
     kernel.expects_some = False
     unique, call = await kernel.pending_create(b"f")
     kernel.engine._stopped = True
-    kernel.vfs._made_in = lambda *_: 1 // 0
+    kernel.vfs.complete_dirs.made_in = lambda *_: 1 // 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frame_fast_path, "_frame", None)
         kernel.proxy.service.handle(call)

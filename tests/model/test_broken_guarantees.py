@@ -220,10 +220,10 @@ def test_destination_that_reuses_inode_numbers_is_found(monkeypatch):
 
 
 def test_listing_that_stops_after_one_shard_is_found(monkeypatch):
-    async def ask_step(self, request, before=lookup_striped_dirs.StripedDirectories._ask_step):
+    async def ask_step(self, request, before=lookup_striped_dirs.StripedDirectories.ask_step):
         return await before(self, request) if request.cursor == 0 else meta_pb2.ListDirReply()
 
-    monkeypatch.setattr(lookup_striped_dirs.StripedDirectories, "_ask_step", ask_step)
+    monkeypatch.setattr(lookup_striped_dirs.StripedDirectories, "ask_step", ask_step)
     assert found(range(1, 41), shards=3, moving=False, kinds={"cut": 1}, only=NAMES)
 
 

@@ -204,7 +204,7 @@ class Reader:
         return coming
 
     def read_now(self, file: OpenInode, ahead: ReadAheadState, offset: int, length: int) -> memoryview | None:
-        """As `read`, without waiting; else None. See Files.read_now. `file.located` must not be empty."""
+        """As `read`, without waiting; else None. See FileData.read_now. `file.located` must not be empty."""
         written = file.written
         if (written is not None and (written.dirty or written.sending)) or ahead.units:
             return None

@@ -11,6 +11,7 @@ writer.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from itertools import repeat
 
@@ -105,13 +106,14 @@ class OpenInode:
         self.lanes: dict = {}  # chunk index -> the chunk client's queue to its target, by the newest map
         self.written = None  # the writer's state, from the first write on
         self.ahead: set = set()  # read-ahead states of handles; a write drops their bytes
-        self.renewal = None  # the request for a new grant, one at a time
+        self.renewal: asyncio.Task[None] | None = None  # the request for a new grant, one at a time
         self.located: dict = {}  # chunk index -> its location for short-circuit reads
         self.changes = 0  # grows when none of the locations is valid any more
         self.owes = 0  # located chunks, minus reads that have used a location
         self.denied = 0  # misses that were not located because of `owes`
         self.missed = False  # a read has gone to a store; for most files that first read is the only one
-        self.looking = None  # the oldest unanswered request for attributes; `looking_s`: when it was sent
+        # the oldest unanswered request for attributes; `looking_s`: when it was sent
+        self.looking: asyncio.Task[None] | None = None
         self.looking_s = NEVER_S
         self.foreign = False  # another client has changed the inode since the last lock request here
         # its locks ended before this client released them: users must open the file again

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from nvpool.client.state.metadata_cache import OpenInode
@@ -36,6 +37,36 @@ class Caller(NamedTuple):
     def masked(self, mode: int) -> int:
         """The permission bits of `mode` that the umask removes."""
         return mode & self.umask & 0o777
+
+
+class FrontEndCallbacks:
+    """Callbacks of a front end that caches bytes, attributes or names beyond a call, as a mount's kernel does.
+
+    The defaults are those of a front end that caches nothing.
+    """
+
+    __slots__ = ("on_lost", "on_recall", "on_reported")
+
+    def __init__(self) -> None:
+        self.on_lost: Callable[[int], None] = lambda inode: None
+        """Called when the locks on an open inode are lost. Must not wait.
+
+        The front end must not show cached bytes of this inode any more.
+        """
+        self.on_recall: Callable[[list[int]], Awaitable[None]] = _nothing
+        """Called with inodes whose leases have ended because other clients are about to change them.
+
+        The other clients make their changes when this callback returns, so the callback must return soon.
+        """
+        self.on_reported: Callable[[int, int], None] = lambda inode, change: None
+        """Called with an inode and its change number after the client has reported its own writes.
+
+        If the change number has grown by more than one, other clients have changed the inode too.
+        """
+
+
+async def _nothing(inodes: list[int]) -> None:
+    """Default recall callback: nothing is cached, so there is nothing to drop."""
 
 
 class StatFs(NamedTuple):

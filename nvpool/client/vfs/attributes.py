@@ -9,7 +9,7 @@ from collections import Counter
 
 from nvpool.client.state.metadata_cache import XATTR_FLAG
 from nvpool.client.state.vfs_types import NOW, Caller, FileHandle, StatFs
-from nvpool.client.vfs.base import VfsBase
+from nvpool.client.vfs.client_parts import ClientParts
 from nvpool.core.errors import (
     AccessDenied,
     InvalidRequest,
@@ -50,23 +50,48 @@ _MODE, _UID, _GID, _SIZE, _ATIME, _MTIME, _ATIME_NOW, _MTIME_NOW, _CTIME = 1, 2,
 _CHUNK, _REPLICAS, _WIDE = 512, 1024, 2048
 
 
-class Attributes(VfsBase):
-    """The operations on attributes, permissions and sizes."""
+class Attributes:
+    """The operations on attributes, extended attributes and permissions."""
 
-    _statfs: tuple[StatFs, float] | None = None
+    def __init__(self, parts: ClientParts) -> None:
+        self._parts = parts
+        self._options = parts.options
+        self._meta = parts.meta
+        self._cache = parts.cache
+        self._leases = parts.leases
+        self._reader = parts.reader
+        self._writer = parts.writer
+        self._inodes = parts.inodes
+        self._unreported = parts.unreported
 
-    def __init__(self, *arguments, **named):
-        super().__init__(*arguments, **named)
-        self._space: dict[int, tuple[int, int, float]] = {}  # target -> capacity, free, time of that status
+    def lease_until_s(self, inode: int) -> float:
+        """When the client's lease on the inode ends (boottime_s of the clock); 0 without a lease.
+
+        Until then the service notifies this client before another client changes the inode.
+        """
+        lease = self._leases.held(inode)
+        return lease.until_s if lease is not None else 0.0
+
+    def is_open(self, inode: int) -> bool:
+        return inode in self._cache.open
+
+    def size_here(self, inode: int) -> int | None:
+        """The known size of a file that is open on this client. None if the file is not open."""
+        file = self._cache.open.get(inode)
+        return None if file is None else file.size
+
+    def known_attr(self, inode: int) -> Attr | None:
+        """The newest attributes that the client ever received, however old they are."""
+        return self._cache.known_attr(inode)
 
     async def getattr(self, inode: int) -> Attr:
         """The attributes as stat shows them: size and time include this client's own writes."""
-        await self._settle(inode)
-        attr = self.cache.attr(inode, self.options.fresh_s)
-        if attr is None and (file := self.cache.open.get(inode)) is not None:
-            await self._look(file)  # for an open file a kernel calls this before it reads
+        await self._unreported.settle(inode)
+        attr = self._cache.attr(inode, self._options.fresh_s)
+        if attr is None and (file := self._cache.open.get(inode)) is not None:
+            await self._inodes.look(file)  # for an open file a kernel calls this before it reads
             attr = file.attr
-        return self._merged(attr if attr is not None else await self._fetch_attr(inode))
+        return self._unreported.merged(attr if attr is not None else await self._inodes.fetch(inode))
 
     async def setattr(
         self,
@@ -108,7 +133,7 @@ class Attributes(VfsBase):
         if ctime_ns is not None:
             valid |= _CTIME
             request.ctime_ns = clamp_time_ns(ctime_ns)
-        file = self.cache.open.get(inode)
+        file = self._cache.open.get(inode)
         if handle is not None and handle.file.lost:
             raise LockLost()
         if size is not None:
@@ -120,49 +145,68 @@ class Attributes(VfsBase):
         if not valid:
             return await self.getattr(inode)
         if file is None:
-            self.cache.forget_attr(inode)
+            self._cache.forget_attr(inode)
             if size is not None:
-                self.reader.forget_content(inode)
-            return self._merged(
-                self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller))
-            )
+                self._reader.forget_content(inode)
+            return self._unreported.merged(await self._change(inode, wire_pb2.META_SETATTR, request, caller))
         request.rights = file.grant_rights
         if mtime_ns is not None:
-            await self._settle(inode)  # a later report would overwrite the time that is set here
+            await self._unreported.settle(inode)  # a later report would overwrite the time that is set here
         if size is None:
-            return self._merged(
-                self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller))
-            )
+            return self._unreported.merged(await self._change(inode, wire_pb2.META_SETATTR, request, caller))
         if size > file.attr.size:
             # Others must not see the new end before they can read the bytes before it; in a volume the bytes
             # must be counted once.
-            await self._settle(inode)
-        self.reader.changed(file)
-        await self.writer.begin_cut(file, size)
+            await self._unreported.settle(inode)
+        self._reader.changed(file)
+        await self._writer.begin_cut(file, size)
         try:
             if size > file.attr.size:
-                await self.writer.settle(file)
-            attr = self._take(
-                await self._growing(
+                await self._writer.settle(file)
+            attr = self._inodes.take(
+                await self._unreported.grow(
                     file,
-                    lambda: self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller, file),
+                    lambda: self._meta.change(
+                        inode,
+                        wire_pb2.META_SETATTR,
+                        request,
+                        meta_pb2.Entry,
+                        uid=caller.uid,
+                        gid=caller.gid,
+                        file=file,
+                        once=True,
+                    ),
                 )
             )
         finally:
-            self.writer.end_cut(file)
-            self.reader.changed(file)
-        return self._merged(attr)
+            self._writer.end_cut(file)
+            self._reader.changed(file)
+        return self._unreported.merged(attr)
+
+    async def _change(
+        self,
+        inode: int,
+        method: int,
+        request: meta_pb2.SetAttrRequest | meta_pb2.SetXattrRequest | meta_pb2.RemoveXattrRequest,
+        caller: Caller,
+    ) -> Attr:
+        """Send a change of an inode's attributes, and cache the attributes of the reply."""
+        return self._inodes.take(
+            await self._meta.change(
+                inode, method, request, meta_pb2.Entry, uid=caller.uid, gid=caller.gid, once=True
+            )
+        )
 
     async def birth_ns(self, inode: int) -> int:
         """Creation time of the inode; 0 if its record has none. The time never changes."""
         request = meta_pb2.GetAttrRequest(inode=inode, birth=True)
-        return (await self.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)).attr.birth_ns
+        return (await self._meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)).attr.birth_ns
 
     async def spread(self, inode: int, caller: Caller) -> Attr:
         """Turn an empty directory into a striped directory. DirectoryNotEmpty, NotADirectory."""
-        self.cache.forget_attr(inode)
+        self._cache.forget_attr(inode)
         request = meta_pb2.SetAttrRequest(inode=inode, valid=_WIDE)
-        return self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller))
+        return await self._change(inode, wire_pb2.META_SETATTR, request, caller)
 
     async def hand_down(self, inode: int, caller: Caller, *, replicas: int = 0, chunk_bytes: int = 0) -> Attr:
         """Set the replicas and chunk size for new files and directories in this directory.
@@ -176,8 +220,8 @@ class Attributes(VfsBase):
         if chunk_bytes:
             request.valid |= _CHUNK
             request.chunk_bits = layout_of(chunk_bytes).chunk_bits
-        self.cache.forget_attr(inode)
-        return self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller))
+        self._cache.forget_attr(inode)
+        return await self._change(inode, wire_pb2.META_SETATTR, request, caller)
 
     async def access(self, inode: int, mask: int, caller: Caller) -> None:
         """Raise AccessDenied unless the mode gives `mask` (R_OK, W_OK, X_OK) to the caller.
@@ -185,7 +229,7 @@ class Attributes(VfsBase):
         Considers one group of the caller only; for a mount the kernel checks permissions instead.
         """
         attr = await self.getattr(inode)
-        if self.squashes_root and caller.uid == 0:
+        if self._parts.squashes_root and caller.uid == 0:
             caller = Caller(ANONYMOUS_ID, caller.gid or ANONYMOUS_ID)
         if caller.uid == 0:
             if mask & os.X_OK and not attr.mode & 0o111 and not stat.S_ISDIR(attr.mode):
@@ -199,14 +243,14 @@ class Attributes(VfsBase):
 
     async def _has_none(self, inode: int) -> bool:
         """Whether the inode surely has no extended attributes; a kernel asks at every write."""
-        attr = self.cache.attr(inode, self.options.attr_s)
+        attr = self._cache.attr(inode, self._options.attr_s)
         return attr is not None and not attr.flags & XATTR_FLAG
 
     async def getxattr(self, inode: int, name: bytes) -> bytes:
         if await self._has_none(inode):
             raise NoAttribute
         request = meta_pb2.GetXattrRequest(inode=inode, name=name)
-        return (await self.meta.ask(inode, wire_pb2.META_GETXATTR, request, meta_pb2.GetXattrReply)).value
+        return (await self._meta.ask(inode, wire_pb2.META_GETXATTR, request, meta_pb2.GetXattrReply)).value
 
     async def setxattr(self, inode: int, name: bytes, value: bytes, flags: int, caller: Caller) -> None:
         if not name:
@@ -216,23 +260,39 @@ class Attributes(VfsBase):
         if len(value) > XATTR_VALUE_BYTES_MAX:
             raise TooBig("an attribute's value has at most 64 KiB")
         request = meta_pb2.SetXattrRequest(inode=inode, name=name, value=value, flags=flags)
-        self._take(await self._change(inode, wire_pb2.META_SETXATTR, request, meta_pb2.Entry, caller))
+        await self._change(inode, wire_pb2.META_SETXATTR, request, caller)
 
     async def listxattr(self, inode: int) -> list[bytes]:
         if await self._has_none(inode):
             return []
         request = meta_pb2.ListXattrRequest(inode=inode)
         return list(
-            (await self.meta.ask(inode, wire_pb2.META_LISTXATTR, request, meta_pb2.ListXattrReply)).names
+            (await self._meta.ask(inode, wire_pb2.META_LISTXATTR, request, meta_pb2.ListXattrReply)).names
         )
 
     async def removexattr(self, inode: int, name: bytes, caller: Caller) -> None:
-        if await self._has_none(inode) and not (self.meta.once and self.meta.once.was_sent()):
+        if await self._has_none(inode) and not (self._meta.once and self._meta.once.was_sent()):
             raise NoAttribute
         request = meta_pb2.RemoveXattrRequest(inode=inode, name=name)
-        self._take(await self._change(inode, wire_pb2.META_REMOVEXATTR, request, meta_pb2.Entry, caller))
+        await self._change(inode, wire_pb2.META_REMOVEXATTR, request, caller)
 
-    # -- the pool ------------------------------------------------------------------------------------------------------
+
+class PoolSpace:
+    """The sizes of the pool and its volumes, for statfs(2)."""
+
+    def __init__(self, parts: ClientParts) -> None:
+        self._options = parts.options
+        self._clock = parts.clock
+        self._view = parts.view
+        self._meta = parts.meta
+        self._chunks = parts.chunks
+        self._inodes = parts.inodes
+        self._known: tuple[StatFs, float] | None = None  # sizes of the pool, and until when they are used
+        self._space: dict[int, tuple[int, int, float]] = {}  # target -> capacity, free, time of that status
+
+    def forget(self) -> None:
+        """Ask the targets again at the next call, however old the known sizes are."""
+        self._known = None
 
     async def statfs(self, inode: int = ROOT_INODE) -> StatFs:
         """Sizes for statfs(2): quotas of the inode's volume, and for the rest the pool's sizes.
@@ -240,11 +300,11 @@ class Attributes(VfsBase):
         See `statfs_of_pool`.
         """
         pool = await self.statfs_of_pool()
-        volume = 0 if inode == ROOT_INODE else await self._volume_of(inode)
+        volume = 0 if inode == ROOT_INODE else await self._inodes.volume_of(inode)
         if not volume:
             return pool
         state = (
-            await self.meta.ask(
+            await self._meta.ask(
                 volume, wire_pb2.META_VOLUME, meta_pb2.VolumeRequest(inode=volume), meta_pb2.VolumeReply
             )
         ).volume
@@ -261,13 +321,6 @@ class Attributes(VfsBase):
             )
         return pool
 
-    async def _volume_of(self, inode: int) -> int:
-        """The volume of the inode, 0 for none. Attributes from a listing lack it and are fetched again."""
-        attr = self.cache.attr(inode, self.options.attr_s)
-        if attr is None or not attr.volume:
-            attr = await self._fetch_attr(inode)
-        return attr.volume
-
     async def statfs_of_pool(self) -> StatFs:
         """Sizes of the pool, at most STATFS_AGE_S (a second) old.
 
@@ -275,10 +328,10 @@ class Attributes(VfsBase):
         no such figures; the rest of the pool alone would look like a full pool. A target that holds no data
         at the moment counts as having no free space instead.
         """
-        now_s = self.clock.boottime_s()
-        if self._statfs is not None and self._statfs[1] > now_s:
-            return self._statfs[0]
-        pool_map = self.view.map
+        now_s = self._clock.boottime_s()
+        if self._known is not None and self._known[1] > now_s:
+            return self._known[0]
+        pool_map = self._view.map
         table = pool_map.table_by_id.get(pool_map.settings.replicas) or (
             pool_map.tables[0] if pool_map.tables else None
         )
@@ -298,7 +351,9 @@ class Attributes(VfsBase):
             (free.get(t, 0) * CHAINS_PER_TABLE // count for t, count in chains.items()), default=0
         )
         available = min(available, sum(free.values()) // replicas)
-        replies = await self.ask_all(wire_pb2.META_STATFS, meta_pb2.StatFsReply, meta_pb2.StatFsRequest)
+        replies = await self._inodes.ask_all(
+            wire_pb2.META_STATFS, meta_pb2.StatFsReply, meta_pb2.StatFsRequest
+        )
         files, files_max = sum(reply.files for reply in replies), sum(reply.files_max for reply in replies)
         found = StatFs(
             sum(capacity.values()) // replicas // BLOCK_BYTES,
@@ -309,20 +364,20 @@ class Attributes(VfsBase):
             max(0, files_max - files),
             NAME_BYTES_MAX,
         )
-        self._statfs = found, self.clock.boottime_s() + STATFS_AGE_S
+        self._known = found, self._clock.boottime_s() + STATFS_AGE_S
         return found
 
     async def _space_of(self, target: Target, holds: bool) -> tuple[int, int, float]:
         """(capacity, free bytes, time) of a target. `holds`: whether the target has chunks of the pool."""
-        now_s = self.clock.boottime_s()
+        now_s = self._clock.boottime_s()
         known = self._space.get(target.id)
         if known is not None and known[2] + STATFS_KEPT_S < now_s:
             known = None
         if known is None and not holds:
             known = target.capacity_bytes, 0, now_s
-        wait_s = min(5.0 if known is None else STATFS_SILENT_S, self.options.deadline_s)
+        wait_s = min(5.0 if known is None else STATFS_SILENT_S, self._options.deadline_s)
         try:
-            raw = await self.chunks.ask_target(
+            raw = await self._chunks.ask_target(
                 target.id, wire_pb2.DATA_STATUS, data_pb2.DataStatusRequest(target=target.id), now_s + wait_s
             )
         except Unavailable:
@@ -331,5 +386,5 @@ class Attributes(VfsBase):
             return known
         status = decoded(data_pb2.DataStatusReply, raw)
         free = max(0, int(status.capacity_bytes * FULL_SHARE) - status.used_bytes)
-        self._space[target.id] = found = status.capacity_bytes, free, self.clock.boottime_s()
+        self._space[target.id] = found = status.capacity_bytes, free, self._clock.boottime_s()
         return found

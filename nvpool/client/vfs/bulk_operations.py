@@ -3,7 +3,7 @@
 Requests are batched: one message for each shard and directory level, and one for each target. A bulk look-up
 (LOOKUP_MANY) goes to each shard once, whatever directories the names are in; its results are cached like
 those of single look-ups. If the result of one name needs more (an inode of another shard, a moved partition,
-a refusal with details), that name alone takes the path of a single look-up (Names). Used by the SDK.
+a refusal with details), that name alone takes the path of a single look-up (Lookups). Used by the SDK.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from collections.abc import Iterable, Sequence
 
 from nvpool.client.state.metadata_cache import DIVIDED_FLAG
 from nvpool.client.state.vfs_types import Caller, FileHandle
+from nvpool.client.vfs.client_parts import ClientParts
 from nvpool.client.vfs.files import Files
-from nvpool.client.vfs.namespace import check_name
+from nvpool.client.vfs.namespace import Lookups, check_name
+from nvpool.client.vfs.striped_dirs import StripedDirectories
 from nvpool.core import errors
 from nvpool.core.containers.bounded_map import too_old
 from nvpool.core.containers.buffer_pool import PayloadBuffers
@@ -38,11 +40,22 @@ Place = tuple[int, bytes]
 """A name: the inode of its directory, and the name itself."""
 
 
-class BulkOperations(Files):
+class BulkOperations:
     """The operations on many files together."""
 
-    def __init__(self, *arguments, **named) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(
+        self, parts: ClientParts, stripes: StripedDirectories, lookups: Lookups, files: Files
+    ) -> None:
+        self._options = parts.options
+        self._clock = parts.clock
+        self._meta = parts.meta
+        self._cache = parts.cache
+        self._leases = parts.leases
+        self._reader = parts.reader
+        self._inodes = parts.inodes
+        self._stripes = stripes
+        self._lookups = lookups
+        self._files = files
         # names with inodes of another shard: inode -> mode; and such inodes without attributes and leases so
         # far
         self._elsewhere: dict[int, int] = {}
@@ -75,17 +88,17 @@ class BulkOperations(Files):
     def _walked_now(self, parent: int, name: bytes) -> tuple[int, int] | None:
         if len(name) > NAME_BYTES_MAX:
             raise NameTooLong
-        inode = self.cache.entry(parent, name, self.options.attr_s)
+        inode = self._cache.entry(parent, name, self._options.attr_s)
         if inode == 0:
             raise NotFound
         if inode is None:
             return None
-        mode = self.cache.mode(inode) or self._elsewhere.get(inode)
+        mode = self._cache.mode(inode) or self._elsewhere.get(inode)
         return None if mode is None else (inode, mode)
 
     async def _walk_one(self, number: int, places: Sequence[Place], found: list) -> None:
         try:
-            attr = await self.walk(*places[number])
+            attr = await self._lookups.walk(*places[number])
         except NvpoolError as error:
             found[number] = error
         else:
@@ -101,8 +114,8 @@ class BulkOperations(Files):
                 alone.append(number)
             elif entry.elsewhere:
                 inode = entry.attr.inode
-                self.cache.put_entry(parent, name, inode, sent_s)
-                if self.leases.held(inode) is None:
+                self._cache.put_entry(parent, name, inode, sent_s)
+                if self._leases.held(inode) is None:
                     self._unlent[inode] = None
                 self._elsewhere[inode] = entry.attr.mode
                 found[number] = inode, entry.attr.mode
@@ -114,8 +127,8 @@ class BulkOperations(Files):
         await _some(alone, lambda number: self._walk_one(number, places, found))
 
     def _learned(self, parent: int, name: bytes, entry: meta_pb2.Entry, sent_s: float) -> Attr:
-        attr = self._take(entry)
-        self.cache.put_entry(parent, name, attr.inode, sent_s, self._leased(entry, sent_s))
+        attr = self._inodes.take(entry)
+        self._cache.put_entry(parent, name, attr.inode, sent_s, self._inodes.take_lease(entry, sent_s))
         return attr
 
     async def _learn_unlent(self) -> None:
@@ -133,7 +146,7 @@ class BulkOperations(Files):
         """
         asked: dict[int, list[int]] = {}
         for inode in dict.fromkeys(inodes):
-            asked.setdefault(self.meta.shard_of(inode), []).append(inode)
+            asked.setdefault(self._meta.shard_of(inode), []).append(inode)
         await _all(
             [
                 self._learn_some_attrs(shard, some[first : first + NAMES_MAX], rights)
@@ -146,7 +159,7 @@ class BulkOperations(Files):
         request = meta_pb2.GetAttrManyRequest(inodes=pack_inodes(inodes), rights=rights)
         try:
             sent_s = await self._met_s(inodes[0])
-            reply = await self.meta.ask_shard(
+            reply = await self._meta.ask_shard(
                 shard, wire_pb2.META_GETATTR_MANY, request, meta_pb2.GetAttrManyReply
             )
             listed = DirectoryPage(reply.packed)
@@ -155,10 +168,10 @@ class BulkOperations(Files):
             return
         for at, inode in enumerate(listed.inodes):
             attr = listed.attr(at)
-            if not attr.flags & DIVIDED_FLAG and self.leases.is_news(inode, sent_s):
-                self.cache.put_attr(attr)
+            if not attr.flags & DIVIDED_FLAG and self._leases.is_news(inode, sent_s):
+                self._cache.put_attr(attr)
                 if listed.is_promised(at):
-                    self.leases.take(inode, reply.lease_ms, sent_s, grants[at] if grants else b"")
+                    self._leases.take(inode, reply.lease_ms, sent_s, grants[at] if grants else b"")
 
     # -- bulk look-up --------------------------------------------------------------------------------------------------
 
@@ -176,8 +189,8 @@ class BulkOperations(Files):
             asked: dict[int, list[tuple[int, int, bool]]] = {}
             for number in left:
                 # a directory that is not known to be striped: its own shard says if it is
-                place, spread = self._place_now(*places[number]) or (places[number][0], False)
-                asked.setdefault(self.meta.shard_of(place), []).append((number, place, spread))
+                place, spread = self._stripes.place_now(*places[number]) or (places[number][0], False)
+                asked.setdefault(self._meta.shard_of(place), []).append((number, place, spread))
             await _all(
                 [
                     self._ask_some(some[first : first + NAMES_MAX], places, results)
@@ -187,7 +200,7 @@ class BulkOperations(Files):
             )
             left = [number for number in left if isinstance(results[number][0], SpreadDirectory)]
             for number in left:
-                self._learn_wide(places[number][0])
+                self._stripes.learn_wide(places[number][0])
                 results[number] = None, 0.0
             if not left:
                 break
@@ -206,10 +219,10 @@ class BulkOperations(Files):
                 parent=parent, names=[places[number][1] for number in numbers], spread=spread
             )
         place = some[0][1]
-        sent_s = self.clock.boottime_s()
+        sent_s = self._clock.boottime_s()
         try:
             sent_s = await self._met_s(place)
-            reply = await self.meta.ask(place, wire_pb2.META_LOOKUP_MANY, request, meta_pb2.LookupManyReply)
+            reply = await self._meta.ask(place, wire_pb2.META_LOOKUP_MANY, request, meta_pb2.LookupManyReply)
             if len(reply.found) != len(some):
                 raise errors.CorruptFrame("a shard's answer to many look-ups does not fit the question")
         except NvpoolError as error:
@@ -219,7 +232,7 @@ class BulkOperations(Files):
         for (parent, _), numbers in order.items():
             for number, one in zip(numbers, answers, strict=False):
                 if one.error == NotFound.wire_code:
-                    self.cache.put_entry(parent, places[number][1], 0, sent_s)
+                    self._cache.put_entry(parent, places[number][1], 0, sent_s)
                     results[number] = NotFound(), sent_s
                 elif one.error == SpreadDirectory.wire_code:
                     results[number] = SpreadDirectory(), sent_s
@@ -228,15 +241,15 @@ class BulkOperations(Files):
 
     async def _met_s(self, place: int) -> float:
         """The current time, after a session at the shard exists: earlier requests bring no lease."""
-        if self.meta.session_of(place):
-            return self.clock.boottime_s()
+        if self._meta.session_of(place):
+            return self._clock.boottime_s()
         try:
-            await self.meta.meet(place)
+            await self._meta.meet(place)
         except DeadlineExceeded:
             raise
         except NvpoolError:
             pass  # the caller's own request handles the error
-        return self.clock.boottime_s()
+        return self._clock.boottime_s()
 
     # -- opening and reading -------------------------------------------------------------------------------------------------
 
@@ -271,13 +284,13 @@ class BulkOperations(Files):
         except BaseException:
             for one in found:
                 if isinstance(one, FileHandle):
-                    await self.release(one)
+                    await self._files.release(one)
             raise
         return found
 
     def _known(self, parent: int, name: bytes) -> FileHandle | None:
-        inode = self.cache.entry(parent, name, 0.0)
-        return self.open_now(inode, 0) if inode else None
+        inode = self._cache.entry(parent, name, 0.0)
+        return self._files.open_now(inode, 0) if inode else None
 
     async def _look_up_many(self, asked: list[int], places: Sequence[Place], found: list) -> None:
         alone, elsewhere = [], []
@@ -290,7 +303,7 @@ class BulkOperations(Files):
                 elsewhere.append((number, entry.attr.inode, sent_s))
             else:
                 attr = self._learned(*places[number], entry, sent_s)
-                found[number] = self.open_now(attr.inode, 0) or attr
+                found[number] = self._files.open_now(attr.inode, 0) or attr
         await _some(alone, lambda number: self._look_up_one(number, places, found))
         if len(elsewhere) > 1:
             await self._learn_attrs((inode for _, inode, _ in elsewhere), READ)
@@ -299,18 +312,18 @@ class BulkOperations(Files):
 
     async def _look_up_one(self, number: int, places: Sequence[Place], found: list) -> None:
         try:
-            attr = await self._look_up(*places[number])  # handles the error
+            attr = await self._lookups.look_up(*places[number])  # handles the error
         except NvpoolError as error:
             found[number] = error
         else:
-            found[number] = self.open_now(attr.inode, 0) or attr
+            found[number] = self._files.open_now(attr.inode, 0) or attr
 
     def _opened_elsewhere(self, one: tuple[int, int, float], places: Sequence[Place], found: list) -> bool:
         number, inode, sent_s = one
-        found[number] = self.open_now(inode, 0)
+        found[number] = self._files.open_now(inode, 0)
         if found[number] is None:
             return False
-        self.cache.put_entry(*places[number], inode, sent_s)
+        self._cache.put_entry(*places[number], inode, sent_s)
         return True
 
     async def _look_elsewhere_one(
@@ -318,18 +331,18 @@ class BulkOperations(Files):
     ) -> None:
         number, inode, sent_s = one
         try:
-            attr = await self._fetch_attr(inode, READ)
+            attr = await self._inodes.fetch(inode, READ)
         except NotFound:  # the name was removed since, or stands for another inode
             await self._look_up_one(number, places, found)
         except NvpoolError as error:
             found[number] = error
         else:
-            self.cache.put_entry(*places[number], inode, sent_s)
-            found[number] = self.open_now(inode, 0) or attr
+            self._cache.put_entry(*places[number], inode, sent_s)
+            found[number] = self._files.open_now(inode, 0) or attr
 
     async def _open_one(self, number: int, found: list, caller: Caller) -> None:
         try:
-            found[number] = await self.open(found[number].inode, 0, caller)
+            found[number] = await self._files.open(found[number].inode, 0, caller)
         except NvpoolError as error:
             found[number] = error
 
@@ -343,10 +356,10 @@ class BulkOperations(Files):
         sizes = [handle.file.size for handle in handles]
         asked = []
         for number, handle in enumerate(handles):
-            content = self.reader.content(handle.file)
+            content = self._reader.content(handle.file)
             found.append(memoryview(content or b""))
             if content is None and sizes[number]:
-                asked.append((self.reader.target_of(handle.file), number))
+                asked.append((self._reader.target_of(handle.file), number))
         asked.sort()  # ranges of one target become adjacent, so they are received directly into their place
         spans = [sizes[number] + 4095 & -4096 for _, number in asked]
         if not asked:
@@ -356,11 +369,11 @@ class BulkOperations(Files):
             plan.append((handles[number].file, 0, span, place))
             found[number] = into[place : place + sizes[number]].toreadonly()
             place += span
-        await self.reader.read_many(plan, into)
+        await self._reader.read_many(plan, into)
         for _, number in asked:
             file = handles[number].file
-            if file.unreported and not self.leases.keeps_bytes(file.inode):
-                await self._confirm(file)
+            if file.unreported and not self._leases.keeps_bytes(file.inode):
+                await self._inodes.confirm(file)
         return found
 
 

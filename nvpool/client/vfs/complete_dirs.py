@@ -6,16 +6,14 @@ name is a single request. A directory that this client created is complete from 
 listed once some names were created in it, when the listing costs less than the requests that it saves.
 
 The listing runs in the background, in bounded steps. This client's own changes meanwhile are recognized by
-the directory's change number; a change by another client ends the recording. A part of the file system class
-(vfs/filesystem).
+the directory's change number; a change by another client ends the recording. Used by vfs/namespace.
 """
 
 from __future__ import annotations
 
-import asyncio
-
 from nvpool.client.state.metadata_cache import DIVIDED_FLAG
-from nvpool.client.vfs.namespace import NamespaceOperations
+from nvpool.client.vfs.client_parts import ClientParts
+from nvpool.client.vfs.striped_dirs import StripedDirectories
 from nvpool.core.errors import NvpoolError
 from nvpool.rpc.v1 import meta_pb2
 
@@ -32,57 +30,60 @@ DIRECTORIES_MAX = 256
 STEP_NAMES = 1024
 
 
-class CompleteDirectories(NamespaceOperations):
+class CompleteDirectories:
     """Learns the names of directories in which this client creates names."""
 
-    def __init__(self, *arguments, **named) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, parts: ClientParts, stripes: StripedDirectories) -> None:
+        self._options = parts.options
+        self._cache = parts.cache
+        self._inodes = parts.inodes
+        self._tasks = parts.tasks
+        self._stripes = stripes
         # directory -> (names created since its last listing, names needed for the next one)
-        self._made_names: dict[int, tuple[int, int]] = {}
+        self.made_names: dict[int, tuple[int, int]] = {}
 
-    def _made_in(self, parent: int, entries: int) -> None:
-        made, fewest = self._made_names.pop(parent, (0, MADE_MIN))
+    def made_in(self, parent: int, entries: int) -> None:
+        """Record a name that was created in a directory that is not complete. `entries`: its new size."""
+        made, fewest = self.made_names.pop(parent, (0, MADE_MIN))
         made += 1
         is_due = (
             made >= fewest
             and made * NAMES_FOR_ONE >= entries
-            and self.options.leases
-            and entries <= self.options.cached_entries // WHOLE_SHARE
+            and self._options.leases
+            and entries <= self._options.cached_entries // WHOLE_SHARE
         )
         # A listing is in vain if other clients, or many threads here, change the directory; so retries get
         # rarer.
-        self._made_names[parent] = (0, fewest * 4) if is_due else (made, fewest)
-        if len(self._made_names) > DIRECTORIES_MAX:
-            del self._made_names[next(iter(self._made_names))]
+        self.made_names[parent] = (0, fewest * 4) if is_due else (made, fewest)
+        if len(self.made_names) > DIRECTORIES_MAX:
+            del self.made_names[next(iter(self.made_names))]
         if is_due:
-            task = asyncio.get_running_loop().create_task(self._learn_names(parent))
-            self._renewals.add(task)
-            task.add_done_callback(self._renewals.discard)
+            self._tasks.start(self._learn_names(parent))
 
     async def _learn_names(self, directory: int) -> None:
         """List all names of the directory. Ends without an error: a later look-up gets the error."""
         try:
-            attr = await self._fetch_attr(directory)
+            attr = await self._inodes.fetch(directory)
             if (
                 attr.flags & DIVIDED_FLAG
-                or await self._is_spread(directory)
-                or self.cache.is_whole(directory)
+                or await self._stripes.is_spread(directory)
+                or self._cache.is_whole(directory)
             ):
                 return
-            whole = self.cache.begin_whole(attr)
+            whole = self._cache.begin_whole(attr)
             complete = False
             try:
                 # without attributes: a name whose inode is missing exists too, and must be looked up
                 request = meta_pb2.ListDirRequest(inode=directory, limit=STEP_NAMES)
                 while True:
-                    reply = await self._ask_step(request)
-                    if not self.cache.put_names(directory, whole, [entry.name for entry in reply.entries]):
+                    reply = await self._stripes.ask_step(request)
+                    if not self._cache.put_names(directory, whole, [entry.name for entry in reply.entries]):
                         return
                     if not reply.more or not reply.entries:
                         complete = not reply.more
                         return
                     request.cursor = reply.entries[-1].cursor
             finally:
-                self.cache.end_whole(directory, whole, complete)
+                self._cache.end_whole(directory, whole, complete)
         except NvpoolError:
             pass

@@ -9,10 +9,11 @@ cache. Cached data is left as it is, except for a missing right to read. Used by
 
 from __future__ import annotations
 
-import asyncio
 from itertools import compress
 
-from nvpool.client.vfs.namespace import NamespaceOperations
+from nvpool.client.vfs.client_parts import ClientParts
+from nvpool.client.vfs.lookup_prefetch import LookupPrefetch
+from nvpool.client.vfs.striped_dirs import StripedDirectories
 from nvpool.core.errors import NvpoolError
 from nvpool.core.grants import READ
 from nvpool.rpc.messages.direntries import DirectoryPage
@@ -26,23 +27,32 @@ STEP_NAMES = 128
 """Entries in one reply: 1.5 ms of the shard, in which it answers no other client."""
 
 
-class DirectoryPrefetch(NamespaceOperations):
+class DirectoryPrefetch:
     """Prefetches whole directories with attributes, leases and rights."""
+
+    def __init__(
+        self, parts: ClientParts, stripes: StripedDirectories, lookup_prefetch: LookupPrefetch
+    ) -> None:
+        self._options = parts.options
+        self._clock = parts.clock
+        self._cache = parts.cache
+        self._leases = parts.leases
+        self._tasks = parts.tasks
+        self._stripes = stripes
+        self._lookup_prefetch = lookup_prefetch
 
     def look_through(self, parent: int) -> None:
         """Start a prefetch of the directory if it is due.
 
         Called at intervals while names are looked up singly.
         """
-        entries = self.cache.entries_of(parent)
+        entries = self._cache.entries_of(parent)
         if (
-            ENTRIES_MIN <= entries <= self.options.cached_entries // CACHED_SHARE
-            and self.options.leases
-            and self.lookup_prefetch.is_to_be_known(parent, entries)
+            ENTRIES_MIN <= entries <= self._options.cached_entries // CACHED_SHARE
+            and self._options.leases
+            and self._lookup_prefetch.is_to_be_known(parent, entries)
         ):
-            task = asyncio.get_running_loop().create_task(self._go_through(parent, 2 * entries))
-            self._renewals.add(task)
-            task.add_done_callback(self._renewals.discard)
+            self._tasks.start(self._go_through(parent, 2 * entries))
 
     async def _go_through(self, parent: int, names_max: int) -> None:
         """List the directory. Ends without an error: a later look-up gets the error."""
@@ -52,8 +62,8 @@ class DirectoryPrefetch(NamespaceOperations):
         learned = seen = 0
         try:
             while seen < names_max:
-                sent_s = self.clock.boottime_s()
-                reply = await self._ask_step(request)
+                sent_s = self._clock.boottime_s()
+                reply = await self._stripes.ask_step(request)
                 listed = DirectoryPage(reply.packed)
                 learned += self._learn(parent, listed, reply, sent_s)
                 seen += len(listed)
@@ -63,29 +73,29 @@ class DirectoryPrefetch(NamespaceOperations):
         except NvpoolError:
             pass
         finally:
-            self.lookup_prefetch.went_through(parent, learned)
+            self._lookup_prefetch.went_through(parent, learned)
 
     def _learn(self, parent: int, listed: DirectoryPage, reply: meta_pb2.ListDirReply, sent_s: float) -> int:
         """Cache the entries of which nothing is known here; return how many there were."""
-        inodes, opened = listed.inodes, self.cache.open
+        inodes, opened = listed.inodes, self._cache.open
         if not reply.grants or not reply.lease_ms:
             return 0
         grants = listed.grants(reply.grants)
-        outdated = self.leases.outdated(inodes, sent_s)
-        new = self.leases.unknown(inodes) - outdated
+        outdated = self._leases.outdated(inodes, sent_s)
+        new = self._leases.unknown(inodes) - outdated
         if len(new) + len(outdated) < len(inodes):
             for inode, grant in zip(inodes, grants, strict=True):
-                if inode not in new and inode not in outdated and self.leases.lacks_grant(inode):
+                if inode not in new and inode not in outdated and self._leases.lacks_grant(inode):
                     # the lease came from a listing that did not ask for grants
-                    self.leases.keep_grant(inode, grant)
+                    self._leases.keep_grant(inode, grant)
         wanted = [
             inode in new and inode not in opened and listed.is_promised(at) and bool(listed.changes[at])
             for at, inode in enumerate(inodes)
         ]
         places = list(compress(range(len(inodes)), wanted))
         part = listed.only(places)
-        if not places or not self.cache.put_attrs(part):
+        if not places or not self._cache.put_attrs(part):
             return 0
-        leases = self.leases.take_all(part.inodes, reply.lease_ms, sent_s, [grants[at] for at in places])
-        self.cache.put_entries(parent, part.names, part.inodes, sent_s, leases)
+        leases = self._leases.take_all(part.inodes, reply.lease_ms, sent_s, [grants[at] for at in places])
+        self._cache.put_entries(parent, part.names, part.inodes, sent_s, leases)
         return len(places)

@@ -24,9 +24,10 @@ from nvpool.client.state.dirty_file import DirtyFile
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.small_file_cache import SMALL_BYTES
 from nvpool.client.state.vfs_types import Caller, FileHandle
+from nvpool.client.vfs.client_parts import ClientParts
 from nvpool.client.vfs.locks import FileLocks
-from nvpool.client.vfs.lookup_batcher import LookupBatcher
-from nvpool.client.vfs.namespace import check_name, is_name
+from nvpool.client.vfs.namespace import Lookups, NamespaceOperations, check_name, is_name
+from nvpool.client.vfs.striped_dirs import StripedDirectories
 from nvpool.client.write.append_reservations import open_end
 from nvpool.client.write.sender import CloseFlush
 from nvpool.core.errors import (
@@ -85,8 +86,33 @@ class CreateCallbacks(Protocol):
         """The create failed with the error that `create` would raise."""
 
 
-class Files(LookupBatcher, FileLocks):
-    """The operations on open files."""
+class Files:
+    """The operations that open, create and release files."""
+
+    def __init__(
+        self,
+        parts: ClientParts,
+        stripes: StripedDirectories,
+        lookups: Lookups,
+        names: NamespaceOperations,
+        locks: FileLocks,
+    ) -> None:
+        self._parts = parts
+        self._options = parts.options
+        self._clock = parts.clock
+        self._meta = parts.meta
+        self._leases = parts.leases
+        self._cache = parts.cache
+        self._chunks = parts.chunks
+        self._reader = parts.reader
+        self._writer = parts.writer
+        self._rooms = parts.rooms
+        self._inodes = parts.inodes
+        self._unreported = parts.unreported
+        self._stripes = stripes
+        self._lookups = lookups
+        self._names = names
+        self._locks = locks
 
     async def open(self, inode: int, flags: int, caller: Caller) -> FileHandle:
         """Open the inode; return a handle whose attributes are current at the service (close-to-open).
@@ -95,30 +121,32 @@ class Files(LookupBatcher, FileLocks):
         access mode, O_TRUNC and O_APPEND are used. NotFound: the inode is gone.
         """
         rights = rights_of(flags)
-        if not self.squashes_root or caller.uid:
+        if not self._parts.squashes_root or caller.uid:
             handle = self.open_now(inode, flags)
             if handle is not None:
                 return handle
         truncate = bool(flags & os.O_TRUNC)
-        file = self.cache.open.get(inode)
+        file = self._cache.open.get(inode)
         if file is not None:
             rights |= file.grant_rights
             if truncate:
-                self.reader.changed(file)
-                await self.writer.begin_cut(file, 0)
+                self._reader.changed(file)
+                await self._writer.begin_cut(file, 0)
         if truncate:
-            self.reader.forget_content(inode)
+            self._reader.forget_content(inode)
         try:
             request = meta_pb2.OpenRequest(
                 inode=inode, rights=rights, truncate=truncate, wanted=_WANTED[flags & os.O_ACCMODE]
             )
-            sent_s = self.clock.boottime_s()
-            entry = await self._change(inode, wire_pb2.META_OPEN, request, meta_pb2.Entry, caller)
+            sent_s = self._clock.boottime_s()
+            entry = await self._meta.change(
+                inode, wire_pb2.META_OPEN, request, meta_pb2.Entry, uid=caller.uid, gid=caller.gid, once=True
+            )
             return self._opened(entry, flags, sent_s)
         finally:
             if file is not None and truncate:
-                self.writer.end_cut(file)
-                self.reader.changed(file)
+                self._writer.end_cut(file)
+                self._reader.changed(file)
 
     def open_now(self, inode: int, flags: int) -> FileHandle | None:
         """As `open`, if no request is needed: to read a file under a lease with that right. Else None.
@@ -128,41 +156,41 @@ class Files(LookupBatcher, FileLocks):
         """
         if flags & (os.O_ACCMODE | os.O_TRUNC):
             return None
-        lease = self.leases.held(inode)
+        lease = self._leases.held(inode)
         if lease is None:
             return None
-        file = self.cache.open.get(inode)
+        file = self._cache.open.get(inode)
         if file is not None:
             if not file.grant_rights & READ or not file.attr.links:
                 return None
             file.handles += 1
             return FileHandle(file, flags)
-        file = self.cache.hold_leased(inode) if lease.grant else None
+        file = self._cache.hold_leased(inode) if lease.grant else None
         if file is None:
             return None
-        file.adopt_grant(lease.grant, self.clock.wall_ns() // 1_000_000)
+        file.adopt_grant(lease.grant, self._clock.wall_ns() // 1_000_000)
         if not file.grant:
-            self.cache.drop(file)
+            self._cache.drop(file)
             return None
         file.unreported = True
         file.opened = 1
-        self.meta.opened_quietly(inode, now=file.attr.size > SMALL_BYTES)
+        self._meta.opened_quietly(inode, now=file.attr.size > SMALL_BYTES)
         return FileHandle(file, flags)
 
     def _opened(self, entry, flags: int, sent_s: float) -> FileHandle:
-        before = self.cache.open.get(entry.attr.inode)
+        before = self._cache.open.get(entry.attr.inode)
         change = before.attr.change if before is not None else 0
-        file = self.cache.hold(entry.attr)
+        file = self._cache.hold(entry.attr)
         # opened before with attributes from a listing, which lack the volume
         if entry.attr.volume and not file.volume:
             file.volume, file.paid = entry.attr.volume, file.size
-        file.adopt_grant(entry.grant, self.clock.wall_ns() // 1_000_000)
+        file.adopt_grant(entry.grant, self._clock.wall_ns() // 1_000_000)
         file.opened += 1
-        self.meta.opened(file.inode)
+        self._meta.opened(file.inode)
         file.unreported = False
-        self._leased(entry, sent_s)
+        self._inodes.take_lease(entry, sent_s)
         if before is not None and file.attr.change != change:
-            self.reader.changed(file)
+            self._reader.changed(file)
         return FileHandle(file, flags)
 
     async def create(
@@ -173,14 +201,14 @@ class Files(LookupBatcher, FileLocks):
         rights = rights_of(flags)
         exclusive, truncate = bool(flags & os.O_EXCL), bool(flags & os.O_TRUNC)
         cut: OpenInode | None = None
-        if truncate and not exclusive and self.writer.busy:
+        if truncate and not exclusive and self._writer.busy:
             try:
-                cut = self.cache.open.get((await self.lookup(parent, name)).inode)
+                cut = self._cache.open.get((await self._lookups.lookup(parent, name)).inode)
             except NotFound:
                 pass
         if cut is not None:
-            self.reader.changed(cut)
-            await self.writer.begin_cut(cut, 0)
+            self._reader.changed(cut)
+            await self._writer.begin_cut(cut, 0)
         try:
             masked = caller.masked(mode)
             request = meta_pb2.CreateRequest(
@@ -193,19 +221,27 @@ class Files(LookupBatcher, FileLocks):
                 truncate=truncate,
                 masked=masked,
             )
-            self.cache.forget_entry(parent, name)
-            sent_s = self.clock.boottime_s()
-            place, request.spread = await self._place(parent, name)
-            reply = await self._change(place, wire_pb2.META_CREATE, request, meta_pb2.CreateReply, caller)
+            self._cache.forget_entry(parent, name)
+            sent_s = self._clock.boottime_s()
+            place, request.spread = await self._stripes.place(parent, name)
+            reply = await self._meta.change(
+                place,
+                wire_pb2.META_CREATE,
+                request,
+                meta_pb2.CreateReply,
+                uid=caller.uid,
+                gid=caller.gid,
+                once=True,
+            )
             handle = self._opened(reply.entry, flags, sent_s) if not reply.entry.elsewhere else None
         finally:
             if cut is not None:
-                self.writer.end_cut(cut)
-                self.reader.changed(cut)
+                self._writer.end_cut(cut)
+                self._reader.changed(cut)
         if handle is None:
             return await self._open_elsewhere(parent, name, mode, flags, caller, reply.entry.attr.inode)
         self._created(parent, name, handle, sent_s, reply)
-        return self._merged(handle.attr), handle
+        return self._unreported.merged(handle.attr), handle
 
     async def create_unnamed(
         self, parent: int, mode: int, flags: int, caller: Caller
@@ -224,16 +260,24 @@ class Files(LookupBatcher, FileLocks):
             exclusive=bool(flags & os.O_EXCL),
             unnamed=True,
         )
-        sent_s = self.clock.boottime_s()
-        reply = await self._change(parent, wire_pb2.META_CREATE, request, meta_pb2.CreateReply, caller)
+        sent_s = self._clock.boottime_s()
+        reply = await self._meta.change(
+            parent,
+            wire_pb2.META_CREATE,
+            request,
+            meta_pb2.CreateReply,
+            uid=caller.uid,
+            gid=caller.gid,
+            once=True,
+        )
         handle = self._opened(reply.entry, flags, sent_s)
-        return self._merged(handle.attr), handle
+        return self._unreported.merged(handle.attr), handle
 
     def _created(self, parent: int, name: bytes, handle: FileHandle, sent_s: float, reply) -> None:
         if reply.created:
-            self._named(parent, name, handle.inode, sent_s, reply, self.leases.held(handle.inode))
+            self._names.named(parent, name, handle.inode, sent_s, reply, self._leases.held(handle.inode))
         else:
-            self.cache.put_own_entry(parent, name, handle.inode, sent_s, self.leases.held(handle.inode))
+            self._cache.put_own_entry(parent, name, handle.inode, sent_s, self._leases.held(handle.inode))
 
     def begin_create(
         self,
@@ -250,7 +294,7 @@ class Files(LookupBatcher, FileLocks):
         None: there was no side effect. `unique`: the number of the kernel's request.
         """
         rights = _RIGHTS.get(flags & os.O_ACCMODE)
-        if rights is None or not is_name(name) or not self._is_together(parent):
+        if rights is None or not is_name(name) or not self._stripes.is_together(parent):
             return None
         exclusive, truncate = bool(flags & os.O_EXCL), bool(flags & os.O_TRUNC)
         if truncate and not exclusive and self.may_be_written(parent, name):
@@ -266,26 +310,26 @@ class Files(LookupBatcher, FileLocks):
             truncate=truncate,
             masked=masked,
         )
-        begun = self.meta.begin(
+        begun = self._meta.begin(
             parent,
             wire_pb2.META_CREATE,
             request,
             meta_pb2.CreateReply,
-            partial(self._made, making, parent, name, mode, flags, caller, self.clock.boottime_s()),
+            partial(self._made, making, parent, name, mode, flags, caller, self._clock.boottime_s()),
             uid=caller.uid,
             gid=caller.gid,
             unique=unique,
         )
         if begun is not None:
-            self.cache.forget_entry(parent, name)
+            self._cache.forget_entry(parent, name)
         return begun
 
     def may_be_written(self, parent: int, name: bytes) -> bool:
         """Whether the name may be a file that is open on this client with local writes."""
         return (
-            self.writer.busy
-            and self.cache.entry(parent, name, self.options.fresh_s) != 0
-            and not self.cache.is_absent(parent, name, self._absent_s)
+            self._writer.busy
+            and self._cache.entry(parent, name, self._options.fresh_s) != 0
+            and not self._cache.is_absent(parent, name, self._lookups.absent_s)
         )
 
     def go_on_creating(
@@ -300,7 +344,7 @@ class Files(LookupBatcher, FileLocks):
         making: CreateCallbacks,
     ) -> SubmittedChange:
         """Continue a create that was already sent, as if `begin_create` had sent it."""
-        return self.meta.go_on_with(
+        return self._meta.go_on_with(
             sent,
             parent,
             wire_pb2.META_CREATE,
@@ -328,7 +372,7 @@ class Files(LookupBatcher, FileLocks):
         entry = reply.entry
         if entry.elsewhere:
             making.go_on(self._open_elsewhere(parent, name, mode, flags, caller, entry.attr.inode))
-        elif reply.created and entry.lease_ms and entry.attr.inode not in self.cache.open:
+        elif reply.created and entry.lease_ms and entry.attr.inode not in self._cache.open:
             refused = None
             try:
                 making.made(entry.attr)
@@ -344,7 +388,7 @@ class Files(LookupBatcher, FileLocks):
         else:
             handle = self._opened(entry, flags, sent_s)
             self._created(parent, name, handle, sent_s, reply)
-            making.found(self._merged(handle.attr), handle)
+            making.found(self._unreported.merged(handle.attr), handle)
 
     async def _open_elsewhere(
         self, parent: int, name: bytes, mode: int, flags: int, caller: Caller, inode: int
@@ -354,8 +398,84 @@ class Files(LookupBatcher, FileLocks):
             handle = await self.open(inode, flags, caller)
         except NotFound:  # the inode has just lost its last name, which is this one
             return await self.create(parent, name, mode, flags, caller)
-        self.cache.forget_entry(parent, name)
-        return self._merged(handle.attr), handle
+        self._cache.forget_entry(parent, name)
+        return self._unreported.merged(handle.attr), handle
+
+    def release_now(self, handle: FileHandle) -> bool:
+        """As `release`, without waiting; return whether the handle was released.
+
+        False: there was no side effect, and the caller must await `release`, because data must be stored or
+        locks must be released.
+        """
+        file = handle.file
+        if (
+            handle.closed
+            or self._locks.is_locked(file.inode)
+            or (file.handles == 1 and file.written is not None and file.written.unsettled)
+        ):
+            return False
+        handle.closed = True
+        ahead = handle.ahead
+        if ahead.units or ahead in file.ahead:
+            self._reader.forget(file, ahead)
+        self.let_go(file)
+        return True
+
+    async def release(self, handle: FileHandle) -> None:
+        """Release the handle, which must not be used any more.
+
+        Stores remaining data (of a mapping that was written after close) and releases the handle's locks. The
+        release itself is reported to the service later.
+        """
+        if handle.closed:
+            return
+        handle.closed = True
+        file = handle.file
+        self._reader.forget(file, handle.ahead)
+        try:
+            # Again if others opened, wrote and closed the file meanwhile: then they have left this work to
+            # us.
+            while file.handles == 1 and file.written is not None and file.written.unsettled:
+                await self._writer.store(file)
+                await self._writer.settle(file)
+        except NotFound:
+            pass  # the file was removed: no reader can ever see it
+        finally:
+            try:
+                await self._locks.release_handle(handle)
+            finally:
+                self.let_go(file)
+
+    def let_go(self, file: OpenInode) -> None:
+        """Give up one handle's hold on the open inode; with the last one, report the close to the service."""
+        if self._cache.drop(file):
+            file.fetching = None  # when the fetched bytes arrive, the file may belong to another client
+            if file.located:
+                self._chunks.short.forget(file)
+            if file.grant_rights & READ and not file.lost:
+                self._leases.keep_grant(file.inode, file.grant)
+            self._writer.forget(file)
+            if file.volume:
+                self._rooms.drop(file)
+            self._meta.release(file.inode, file.opened)
+
+
+class FileData:
+    """The operations on the bytes of open files: read, write, append, flush and fsync."""
+
+    def __init__(self, parts: ClientParts, locks: FileLocks) -> None:
+        self._options = parts.options
+        self._clock = parts.clock
+        self._meta = parts.meta
+        self._leases = parts.leases
+        self._cache = parts.cache
+        self._chunks = parts.chunks
+        self._reader = parts.reader
+        self._writer = parts.writer
+        self._rooms = parts.rooms
+        self._inodes = parts.inodes
+        self._tasks = parts.tasks
+        self._locks = locks
 
     def is_settled(self, handle: FileHandle) -> bool:
         """Whether another client that opens the file now reads the same bytes as this one.
@@ -364,7 +484,9 @@ class Files(LookupBatcher, FileLocks):
         """
         file = handle.file
         return not (
-            file.lost or self.is_locked(file.inode) or (file.written is not None and file.written.unsettled)
+            file.lost
+            or self._locks.is_locked(file.inode)
+            or (file.written is not None and file.written.unsettled)
         )
 
     def read_now(self, handle: FileHandle, offset: int, size: int) -> memoryview | None:
@@ -376,12 +498,12 @@ class Files(LookupBatcher, FileLocks):
         file = handle.file
         if not handle.readable or handle.closed or offset < 0 or size <= 0 or file.lost:
             return None
-        if not file.located and not self.reader.has_content(file):
+        if not file.located and not self._reader.has_content(file):
             return None
-        if file.unreported and not self.leases.keeps_bytes(file.inode):
+        if file.unreported and not self._leases.keeps_bytes(file.inode):
             return None
-        found = self.reader.read_now(file, handle.ahead, offset, size) if file.located else None
-        return found if found is not None else self.reader.content_now(file, offset, size)
+        found = self._reader.read_now(file, handle.ahead, offset, size) if file.located else None
+        return found if found is not None else self._reader.content_now(file, offset, size)
 
     def begin_read(self, handle: FileHandle, offset: int, size: int) -> ImmediateFuture | None:
         """Submit the most frequent kinds of `read` without a task. None if the caller must await `read`.
@@ -392,8 +514,8 @@ class Files(LookupBatcher, FileLocks):
         if not handle.readable or handle.closed or offset < 0 or size <= 0 or file.lost:
             return None
         if file.attr.size <= SMALL_BYTES:
-            return self.reader.begin_small(file, offset, size, self.unreported_check(handle, offset, size))
-        return self.reader.begin(file, handle.ahead, offset, size) if not file.unreported else None
+            return self._reader.begin_small(file, offset, size, self.unreported_check(handle, offset, size))
+        return self._reader.begin(file, handle.ahead, offset, size) if not file.unreported else None
 
     def unreported_check(self, handle: FileHandle, offset: int, size: int) -> Callable | None:
         """The `then` callback of `ImmediateFuture` for such a read of a small file. None if no check is needed."""
@@ -409,21 +531,11 @@ class Files(LookupBatcher, FileLocks):
         error: BaseException | None,
     ):
         """Repeat the read with `read`, which validates it, if the service may not know the open."""
-        if error is not None or not handle.file.unreported or self.leases.keeps_bytes(handle.file.inode):
+        if error is not None or not handle.file.unreported or self._leases.keeps_bytes(handle.file.inode):
             return found, error
-        task = asyncio.get_running_loop().create_task(self.read(handle, offset, size))
-        self._renewals.add(task)
-        task.add_done_callback(partial(self._read_for, part))
+        task = self._tasks.start(self.read(handle, offset, size))
+        task.add_done_callback(partial(_end_as, part))
         return None
-
-    def _read_for(self, part: ImmediateFuture, task: asyncio.Task) -> None:
-        self._renewals.discard(task)
-        if task.cancelled():
-            part.cancel()
-        elif task.exception() is not None:
-            part.end(None, task.exception())
-        else:
-            part.end(task.result(), None)
 
     async def read(self, handle: FileHandle, offset: int, size: int) -> memoryview | bytes:
         """Read up to `size` bytes; fewer only at the end of the file. The caller owns the buffer.
@@ -439,9 +551,9 @@ class Files(LookupBatcher, FileLocks):
             if offset < 0 or size < 0:
                 raise InvalidRequest(f"{size} bytes at {offset}")
             return EMPTY
-        found = await self.reader.read(handle.file, handle.ahead, offset, size)
-        if handle.file.unreported and not self.leases.keeps_bytes(handle.inode):
-            await self._confirm(handle.file)
+        found = await self._reader.read(handle.file, handle.ahead, offset, size)
+        if handle.file.unreported and not self._leases.keeps_bytes(handle.inode):
+            await self._inodes.confirm(handle.file)
         return found
 
     async def write(self, handle: FileHandle, offset: int, buffer, append: bool | None = None) -> int:
@@ -467,12 +579,12 @@ class Files(LookupBatcher, FileLocks):
             return len(buffer)
         check_range(file.layout, offset, len(buffer))
         if offset + len(buffer) > file.paid:
-            fits = await self.rooms.have(file, offset, offset + len(buffer)) - offset
+            fits = await self._rooms.have(file, offset, offset + len(buffer)) - offset
             if fits < len(buffer):
                 buffer = memoryview(buffer)[:fits]
-        self.reader.changed(file)
-        written = await self.writer.write(file, offset, buffer)
-        self.reader.changed(file)  # drop what was fetched while the write waited for buffer space
+        self._reader.changed(file)
+        written = await self._writer.write(file, offset, buffer)
+        self._reader.changed(file)  # drop what was fetched while the write waited for buffer space
         return written
 
     def write_now(self, handle: FileHandle, offset: int, buffer, unique: int = 0) -> bool:
@@ -481,18 +593,18 @@ class Files(LookupBatcher, FileLocks):
         False: there was no side effect, and the caller must await `write`. `unique`: the number of the
         kernel's request, if there is one.
         """
-        plain = self.writer.plain
+        plain = self._writer.plain
         if plain is not None and plain.take(handle, offset, buffer, unique):
             return True
         file = handle.file
         if not handle.writable or handle.append or handle.closed or file.lost or not len(buffer):
             return False
         check_range(file.layout, offset, len(buffer))
-        if offset + len(buffer) > file.paid and not self.rooms.cover(file, offset + len(buffer)):
+        if offset + len(buffer) > file.paid and not self._rooms.cover(file, offset + len(buffer)):
             return False
-        if not self.writer.write_now(file, offset, buffer, unique):
+        if not self._writer.write_now(file, offset, buffer, unique):
             return False
-        self.reader.changed(file)  # the bytes are already being sent; no read can have run in between
+        self._reader.changed(file)  # the bytes are already being sent; no read can have run in between
         return True
 
     async def append(self, handle: FileHandle, buffer) -> int:
@@ -505,25 +617,25 @@ class Files(LookupBatcher, FileLocks):
 
     async def _append(self, file: OpenInode, buffer) -> int:
         length = len(buffer)
-        async with self.writer.appended(file).turn:
-            self.writer.raise_error(file)
+        async with self._writer.appended(file).turn:
+            self._writer.raise_error(file)
             await self._pay_whole(file, file.size, length)
             offset = await self._reserve(file, length)
             try:
                 await self._pay_whole(file, offset, length)
-                self.reader.changed(file)
-                await self.writer.write(file, offset, buffer)
+                self._reader.changed(file)
+                await self._writer.write(file, offset, buffer)
             except BaseException:
-                self.writer.withdraw(file, offset)
+                self._writer.withdraw(file, offset)
                 raise
-        self.reader.changed(file)
-        self.writer.publish(file)
+        self._reader.changed(file)
+        self._writer.publish(file)
         return offset
 
     async def _pay_whole(self, file: OpenInode, offset: int, length: int) -> None:
         """Reserve quota for a whole record. QuotaExceeded: only a part of the record fits, or nothing."""
         end = offset + length
-        if end > file.paid and await self.rooms.have(file, offset, end) < end:
+        if end > file.paid and await self._rooms.have(file, offset, end) < end:
             raise QuotaExceeded(
                 f"a record of {length} bytes does not fit into the volume's quota; remove files and purge its "
                 f"trash, if it has one (nvpool trash purge POOL NAME), or: nvpool volume resize POOL NAME "
@@ -535,26 +647,26 @@ class Files(LookupBatcher, FileLocks):
 
         See `client/write/append_reservations`.
         """
-        appended = self.writer.appended(file)
-        deadline_s = self.clock.boottime_s() + self.options.deadline_s
+        appended = self._writer.appended(file)
+        deadline_s = self._clock.boottime_s() + self._options.deadline_s
         ends_before = file.written.end <= max(file.attr.size, appended.end)
         while appended.broken is not None or not ends_before:
             # No write is placed behind a reservation that is given up; other writes behind the end come
             # before this append.
-            if self.clock.boottime_s() > deadline_s:
+            if self._clock.boottime_s() > deadline_s:
                 raise DeadlineExceeded(
                     "a failed append left a hole that could not be removed in time", may_be_applied=False
                 )
-            await self.writer.store(file)
-            await self.writer.settle(file)
+            await self._writer.store(file)
+            await self._writer.settle(file)
             ends_before = True
-        losses = self.chunks.ended.losses
+        losses = self._chunks.ended.losses
         for last in (False, False, True):
             request = meta_pb2.ReserveRequest(
                 inode=file.inode, length=length, cut=file.cut, deferred=True, own=open_end(file.written)
             )
             try:
-                reply = await self.meta.change(
+                reply = await self._meta.change(
                     file.inode, wire_pb2.META_RESERVE, request, meta_pb2.ReserveReply, file=file, once=True
                 )
                 break
@@ -562,15 +674,15 @@ class Files(LookupBatcher, FileLocks):
                 if last:
                     raise
                 # another client has truncated the file, so its end has moved
-                await self._refresh(file, WRITE)
+                await self._inodes.refresh(file, WRITE)
             except Refused:
                 raise
             except BaseException:
-                self.writer.withdraw(file, max(file.attr.size, appended.end), doubtful=True)
+                self._writer.withdraw(file, max(file.attr.size, appended.end), doubtful=True)
                 raise
         if reply.HasField("attr"):
-            self.cache.put_attr(reply.attr)
-        self.chunks.ended.note(file, losses, reply.offset)
+            self._cache.put_attr(reply.attr)
+        self._chunks.ended.note(file, losses, reply.offset)
         appended.reserve(reply.offset, reply.offset + length, file.attr.size)
         appended.shared = reply.shared
         return reply.offset
@@ -583,15 +695,15 @@ class Files(LookupBatcher, FileLocks):
         here, once.
         """
         try:
-            await self._flush(handle)
+            await self.flush_writes(handle)
         finally:
             if owner is not None:
-                await self.release_owner(handle, owner)
+                await self._locks.release_owner(handle, owner)
 
     def is_flushed(self, handle: FileHandle) -> bool:
         """Whether `flush` has nothing to do for any lock owner: no written data and no locks."""
         file = handle.file
-        return file.written is None and not file.lost and not self.is_locked(file.inode)
+        return file.written is None and not file.lost and not self._locks.is_locked(file.inode)
 
     def begin_flush(self, handle: FileHandle, on_end: OnEnd) -> CloseFlush | bool | None:
         """Submit `flush` without a task; `on_end(None, error)` is called when it ends.
@@ -600,23 +712,24 @@ class Files(LookupBatcher, FileLocks):
         caller must await `flush`, for example because the file has locks.
         """
         file = handle.file
-        if file.lost or self.is_locked(file.inode):
+        if file.lost or self._locks.is_locked(file.inode):
             return None
         if file.written is None:
             return True
-        return self.writer.begin_flush(file, on_end, partial(self._flush, handle))
+        return self._writer.begin_flush(file, on_end, partial(self.flush_writes, handle))
 
-    async def _flush(self, handle: FileHandle) -> None:
+    async def flush_writes(self, handle: FileHandle) -> None:
+        """The part of `flush` that stores and reports the file's writes, and raises an error of a write."""
         file = handle.file
         if file.written is None:
             return
-        await self.writer.store(file)
+        await self._writer.store(file)
         if file.written is not None:
             try:
-                await self.writer.settle(file)
+                await self._writer.settle(file)
             except NotFound:
                 pass  # another client has removed the file: no reader can ever see it
-            self.writer.raise_error(file)
+            self._writer.raise_error(file)
 
     async def fsync(self, handle: FileHandle, datasync: bool) -> None:
         """Make all written data and the size durable: on return both survive a power loss.
@@ -628,78 +741,21 @@ class Files(LookupBatcher, FileLocks):
         if file.lost:
             raise LockLost()
         written = file.written
-        await self.writer.store(file)
+        await self._writer.store(file)
         self._raise_new_error(handle, written)
         try:
-            await self.writer.make_durable(file.inode)
+            await self._writer.make_durable(file.inode)
         except WritesLost as lost:
-            self._raise_new_error(handle, self.writer.meet(file, lost))
-        await self.writer.settle(file, sync=True)
+            self._raise_new_error(handle, self._writer.meet(file, lost))
+        await self._writer.settle(file, sync=True)
         self._raise_new_error(handle, written)
 
     def _raise_new_error(self, handle: FileHandle, written: DirtyFile | None) -> None:
         """Raise the write error that this handle has not raised yet."""
         if written is not None and written.met is not handle.reported_error:
             handle.reported_error = written.met
-            raise self.writer.take_error(written) if written.error is not None else written.met
-        self.writer.raise_error(handle.file)
-
-    def release_now(self, handle: FileHandle) -> bool:
-        """As `release`, without waiting; return whether the handle was released.
-
-        False: there was no side effect, and the caller must await `release`, because data must be stored or
-        locks must be released.
-        """
-        file = handle.file
-        if (
-            handle.closed
-            or self.is_locked(file.inode)
-            or (file.handles == 1 and file.written is not None and file.written.unsettled)
-        ):
-            return False
-        handle.closed = True
-        ahead = handle.ahead
-        if ahead.units or ahead in file.ahead:
-            self.reader.forget(file, ahead)
-        self._let_go(file)
-        return True
-
-    async def release(self, handle: FileHandle) -> None:
-        """Release the handle, which must not be used any more.
-
-        Stores remaining data (of a mapping that was written after close) and releases the handle's locks. The
-        release itself is reported to the service later.
-        """
-        if handle.closed:
-            return
-        handle.closed = True
-        file = handle.file
-        self.reader.forget(file, handle.ahead)
-        try:
-            # Again if others opened, wrote and closed the file meanwhile: then they have left this work to
-            # us.
-            while file.handles == 1 and file.written is not None and file.written.unsettled:
-                await self.writer.store(file)
-                await self.writer.settle(file)
-        except NotFound:
-            pass  # the file was removed: no reader can ever see it
-        finally:
-            try:
-                await self._release_handle(handle)
-            finally:
-                self._let_go(file)
-
-    def _let_go(self, file: OpenInode) -> None:
-        if self.cache.drop(file):
-            file.fetching = None  # when the fetched bytes arrive, the file may belong to another client
-            if file.located:
-                self.chunks.short.forget(file)
-            if file.grant_rights & READ and not file.lost:
-                self.leases.keep_grant(file.inode, file.grant)
-            self.writer.forget(file)
-            if file.volume:
-                self.rooms.drop(file)
-            self.meta.release(file.inode, file.opened)
+            raise self._writer.take_error(written) if written.error is not None else written.met
+        self._writer.raise_error(handle.file)
 
     async def read_many(self, reads, into: memoryview) -> list[int]:
         """Read several (handle, offset, length) ranges into `into`, with one message per target.
@@ -717,7 +773,7 @@ class Files(LookupBatcher, FileLocks):
                 raise LockLost()
             count = length
             if offset + length > file.size:
-                count = await self._up_to_end(file, offset, length)
+                count = await self.up_to_end(file, offset, length)
             if count > 0:
                 plan.append((file, offset, count, place))
             lengths.append(count)
@@ -725,16 +781,27 @@ class Files(LookupBatcher, FileLocks):
         if place > len(into):
             raise InvalidRequest(f"{place} bytes are asked for and the buffer has {len(into)}")
         if plan:
-            await self.reader.read_many(plan, into)
+            await self._reader.read_many(plan, into)
             for handle, _, _ in reads:
-                if handle.file.unreported and not self.leases.keeps_bytes(handle.inode):
-                    await self._confirm(handle.file)
+                if handle.file.unreported and not self._leases.keeps_bytes(handle.inode):
+                    await self._inodes.confirm(handle.file)
         return lengths
 
-    async def _up_to_end(self, file: OpenInode, offset: int, length: int) -> int:
+    async def up_to_end(self, file: OpenInode, offset: int, length: int) -> int:
+        """How many of the bytes lie before the current end of the file."""
         if (
-            file.attr_born_s + self.options.attr_s <= self.clock.boottime_s()
-            and self.leases.held(file.inode) is None
+            file.attr_born_s + self._options.attr_s <= self._clock.boottime_s()
+            and self._leases.held(file.inode) is None
         ):
-            await self._look(file)
+            await self._inodes.look(file)
         return max(0, min(length, file.size - offset))
+
+
+def _end_as(part: ImmediateFuture, task: asyncio.Task) -> None:
+    """End `part` with the outcome of a task that has ended."""
+    if task.cancelled():
+        part.cancel()
+    elif task.exception() is not None:
+        part.end(None, task.exception())
+    else:
+        part.end(task.result(), None)

@@ -21,9 +21,10 @@ from collections import Counter
 from typing import NamedTuple
 
 from nvpool.client.rpc.blocking_locks import LockTurns
+from nvpool.client.state.background_tasks import BackgroundTasks
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.vfs_types import FileHandle
-from nvpool.client.vfs.base import VfsBase
+from nvpool.client.vfs.client_parts import ClientParts
 from nvpool.core.errors import BadHandle, InvalidRequest, LockLost, NotFound, NvpoolError, WouldBlock
 from nvpool.core.posix.byte_range_locks import (
     EXCLUSIVE,
@@ -49,7 +50,7 @@ class LockKey(NamedTuple):
     owner: int
 
 
-class _Owned:
+class OwnedLocks:
     """The locks of one kind that an owner has on a file."""
 
     __slots__ = ("spans", "handles", "asking", "doubtful", "kept")
@@ -67,20 +68,31 @@ class _Owned:
         """Records of the handles in the mount state, which outlives this process."""
 
 
-class FileLocks(VfsBase):
-    """The lock operations, and the granted locks of each owner."""
+class FileLocks:
+    """The lock operations, and the granted locks of each owner.
 
-    def __init__(self, *arguments, **fields) -> None:
-        super().__init__(*arguments, **fields)
-        self._owned: dict[LockKey, _Owned] = {}
-        self._owners: Counter[int] = Counter()  # inode -> owners with locks on it
-        self._background: set[asyncio.Task] = set()
-        self.turns = LockTurns(self.meta)
-        self.meta.on_lost = self._session_lost
+    `session_lost` is called when a session has ended.
+    """
+
+    def __init__(self, parts: ClientParts) -> None:
+        self._kept = parts.kept
+        self._callbacks = parts.callbacks
+        self._meta = parts.meta
+        self._cache = parts.cache
+        self._leases = parts.leases
+        self._reader = parts.reader
+        self._writer = parts.writer
+        self._rooms = parts.rooms
+        self._unreported = parts.unreported
+        self.owned: dict[LockKey, OwnedLocks] = {}
+        self.owners: Counter[int] = Counter()
+        """Inode -> number of owners on this client with locks on it."""
+        self._background = BackgroundTasks()
+        self._turns = LockTurns(parts.meta)
 
     def is_locked(self, inode: int) -> bool:
         """Whether an owner on this client has locks on the file."""
-        return inode in self._owners
+        return inode in self.owners
 
     # -- public operations ---------------------------------------------------------------------------------------------
 
@@ -95,7 +107,7 @@ class FileLocks(VfsBase):
         request = meta_pb2.LocksRequest(
             inode=handle.inode, kind=RECORD, owner=owner, start=start, end=end, mode=mode
         )
-        reply = await self.meta.ask(handle.inode, wire_pb2.META_LOCKS, request, meta_pb2.LocksReply)
+        reply = await self._meta.ask(handle.inode, wire_pb2.META_LOCKS, request, meta_pb2.LocksReply)
         for lock in reply.locks:
             return LockRange(
                 lock.start, lock.end, lock.mode, lock.pid if lock.session == request.session else 0
@@ -105,7 +117,7 @@ class FileLocks(VfsBase):
     async def locks_on(self, inode: int) -> list[meta_pb2.HeldLock]:
         """The locks of all clients on the file, granted and waiting. At most the first thousand."""
         request = meta_pb2.LocksRequest(inode=inode)
-        return list((await self.meta.ask(inode, wire_pb2.META_LOCKS, request, meta_pb2.LocksReply)).locks)
+        return list((await self._meta.ask(inode, wire_pb2.META_LOCKS, request, meta_pb2.LocksReply)).locks)
 
     async def setlk(
         self,
@@ -151,12 +163,12 @@ class FileLocks(VfsBase):
         This includes locks that were acquired through other descriptors.
         """
         key = LockKey(handle.inode, RECORD, owner)
-        if key in self._owned:
+        if key in self.owned:
             await self._release_all(handle.file, key)
 
-    async def _release_handle(self, handle: FileHandle) -> None:
+    async def release_handle(self, handle: FileHandle) -> None:
         """Release the locks of an open file whose last descriptor was closed."""
-        for key in [key for key, owned in self._owned.items() if handle in owned.handles]:
+        for key in [key for key, owned in self.owned.items() if handle in owned.handles]:
             await self._release_all(handle.file, key)
 
     # -- acquiring and releasing ---------------------------------------------------------------------------------------
@@ -167,9 +179,9 @@ class FileLocks(VfsBase):
         file = handle.file
         if file.lost:
             raise LockLost()
-        if not mode and key not in self._owned:
+        if not mode and key not in self.owned:
             return False
-        await self._publish(file)
+        await self._unreported.publish(file)
         request = meta_pb2.LockRequest(
             inode=key.inode,
             kind=key.kind,
@@ -188,36 +200,36 @@ class FileLocks(VfsBase):
                     return bool(mode) and self._revalidate(file, reply.attr)
                 if not wait:
                     raise WouldBlock()
-                await self.turns.turn(key.inode, reply.ticket)
+                await self._turns.turn(key.inode, reply.ticket)
         finally:
             if request.ticket:
-                self.turns.give_up(key.inode, request.ticket)
+                self._turns.give_up(key.inode, request.ticket)
 
     async def _ask_lock(
         self, handle: FileHandle, key: LockKey, request: meta_pb2.LockRequest
     ) -> meta_pb2.LockReply:
         """Send the lock request and record its result."""
-        owned = await self._begin(key)
+        owned = await self.claim(key)
         try:
             if request.mode:
                 self._keep_owner(key, owned, handle)
             await self._correct_locks(key, owned)
             asking = asyncio.create_task(self._change_lock(key, request))
         except BaseException:
-            self._end(key, owned)
+            self.unclaim(key, owned)
             raise
         try:
             reply, session = await asyncio.shield(asking)
         except asyncio.CancelledError:
-            self._behind(self._take_back(key, owned, request, asking))
+            self._background.start(self._take_back(key, owned, request, asking))
             raise
         except NvpoolError as error:
             if error.may_be_applied:
                 self._doubt(owned, request)
-            self._end(key, owned)
+            self.unclaim(key, owned)
             raise
         try:
-            if handle.file.lost or not self.meta.lives(session):
+            if handle.file.lost or not self._meta.lives(session):
                 if reply.granted:
                     owned.doubtful.append((request.start, request.end, UNLOCKED))
                 raise LockLost()
@@ -227,101 +239,92 @@ class FileLocks(VfsBase):
             elif key.kind == WHOLE:
                 owned.spans.clear()
         finally:
-            self._end(key, owned)
+            self.unclaim(key, owned)
         return reply
 
     async def _change_lock(
         self, key: LockKey, request: meta_pb2.LockRequest
     ) -> tuple[meta_pb2.LockReply, int]:
         """The reply, and the session in which it was given."""
-        reply = await self.meta.change(key.inode, wire_pb2.META_LOCK, request, meta_pb2.LockReply)
+        reply = await self._meta.change(key.inode, wire_pb2.META_LOCK, request, meta_pb2.LockReply)
         return reply, request.change.session
 
-    async def _begin(self, key: LockKey) -> _Owned:
-        """The owner's locks, reserved for the caller until `_end`."""
+    async def claim(self, key: LockKey) -> OwnedLocks:
+        """The owner's locks, reserved for the caller until `unclaim`."""
         while True:
-            owned = self._owned.get(key) or self._own(key)
+            owned = self.owned.get(key) or self.add_owner(key)
             await owned.asking.acquire()
-            if self._owned.get(key) is owned:
+            if self.owned.get(key) is owned:
                 return owned
             owned.asking.release()
 
-    def _own(self, key: LockKey) -> _Owned:
-        owned = self._owned[key] = _Owned()
-        self._owners[key.inode] += 1
+    def add_owner(self, key: LockKey) -> OwnedLocks:
+        owned = self.owned[key] = OwnedLocks()
+        self.owners[key.inode] += 1
         return owned
 
-    def _end(self, key: LockKey, owned: _Owned) -> None:
+    def unclaim(self, key: LockKey, owned: OwnedLocks) -> None:
         if not owned.spans and not owned.doubtful:
             self._forget(key)
         owned.asking.release()
 
-    def _keep_owner(self, key: LockKey, owned: _Owned, handle: FileHandle) -> None:
+    def _keep_owner(self, key: LockKey, owned: OwnedLocks, handle: FileHandle) -> None:
         """Record the owner in the mount state before the request, for a successor process. TooManyOpen.
 
         The successor asks the service which locks this owner has.
         """
-        if self.kept is not None and handle.number and handle not in owned.handles:
-            index = self.kept.locks.take()
-            self.kept.locks.put(index, key.inode, key.owner, handle.number, key.kind)
+        if self._kept is not None and handle.number and handle not in owned.handles:
+            index = self._kept.locks.take()
+            self._kept.locks.put(index, key.inode, key.owner, handle.number, key.kind)
             owned.kept.append(index)
 
     def _forget(self, key: LockKey) -> None:
-        for index in self._owned[key].kept:
-            self.kept.locks.give_back(index)
-        del self._owned[key]
-        self._owners[key.inode] -= 1
-        if not self._owners[key.inode]:
-            del self._owners[key.inode]
+        for index in self.owned[key].kept:
+            self._kept.locks.give_back(index)
+        del self.owned[key]
+        self.owners[key.inode] -= 1
+        if not self.owners[key.inode]:
+            del self.owners[key.inode]
 
     def _revalidate(self, file: OpenInode, attr) -> bool:
-        self.cache.distrust()
-        self.leases.forget(file.inode)
-        self.cache.put_attr(attr)
+        self._cache.distrust()
+        self._leases.forget(file.inode)
+        self._cache.put_attr(attr)
         # The previous holder may have written and died: then the service knows no change, and no lease was
         # recalled.
-        self.reader.forget_content(file.inode)
+        self._reader.forget_content(file.inode)
         file.fetching = None
         foreign, file.foreign = file.foreign, False
         if foreign:
-            self.reader.changed(file)
-            self.cache.on_change(file)
+            self._reader.changed(file)
+            self._cache.on_change(file)
         return foreign
-
-    async def _publish(self, file: OpenInode) -> None:
-        """Store and report this client's writes, so that the next lock holder can see them."""
-        if file.written is not None and file.written.unsettled:
-            await self.writer.store(file)
-            try:
-                await self.writer.settle(file)
-            except NotFound:
-                pass  # the file was removed: no reader can ever see it
 
     # -- interrupted requests ------------------------------------------------------------------------------------------
 
     async def _take_back(
-        self, key: LockKey, owned: _Owned, request: meta_pb2.LockRequest, asking: asyncio.Task
+        self, key: LockKey, owned: OwnedLocks, request: meta_pb2.LockRequest, asking: asyncio.Task
     ) -> None:
         """Await a request whose caller was cancelled, and undo it."""
         try:
             reply, session = await asking
-            if not self.meta.lives(session):
+            if not self._meta.lives(session):
                 return
             if reply.granted:
                 self._doubt(owned, request)
             elif key.kind == WHOLE:
                 owned.spans.clear()
             if reply.ticket:
-                self.turns.give_up(key.inode, reply.ticket)
+                self._turns.give_up(key.inode, reply.ticket)
             await self._correct_locks(key, owned)
         except NvpoolError as error:
             if error.may_be_applied:
                 self._doubt(owned, request)
         finally:
-            self._end(key, owned)
+            self.unclaim(key, owned)
 
     @staticmethod
-    def _doubt(owned: _Owned, request: meta_pb2.LockRequest) -> None:
+    def _doubt(owned: OwnedLocks, request: meta_pb2.LockRequest) -> None:
         """Keep the locks that the owner has in both outcomes of a doubtful request.
 
         The request may have been executed or not. All other locks are released.
@@ -332,7 +335,7 @@ class FileLocks(VfsBase):
             owned.doubtful.append((start, end, mode))
             laid(owned.spans, start, end, mode, request.pid).apply(owned.spans)
 
-    async def _correct_locks(self, key: LockKey, owned: _Owned) -> None:
+    async def _correct_locks(self, key: LockKey, owned: OwnedLocks) -> None:
         """Correct the locks at the service to those recorded here.
 
         The new locks are never stronger than those the service may record, so no other owner can conflict.
@@ -342,28 +345,28 @@ class FileLocks(VfsBase):
             request = meta_pb2.LockRequest(
                 inode=key.inode, kind=key.kind, owner=key.owner, start=start, end=end, mode=mode
             )
-            session = self.meta.session_of(key.inode)
+            session = self._meta.session_of(key.inode)
             try:
                 _, its = await self._change_lock(key, request)
             except NotFound:
                 its = session  # the file is gone, and so are its locks
             if owned.doubtful and owned.doubtful[0] is piece:
                 del owned.doubtful[0]
-            if mode and its != session and not self.meta.lives(session):
+            if mode and its != session and not self._meta.lives(session):
                 # the request started a new session, in which nothing was locked before
                 owned.doubtful.append((start, end, UNLOCKED))
 
     async def _release_all(self, file: OpenInode, key: LockKey) -> None:
         """Release all locks of the owner on the file. A release that fails now is retried later."""
         try:
-            await self._publish(file)
+            await self._unreported.publish(file)
         except NvpoolError as error:
             log.warning(
                 "locks on inode %d are given back before what was written is known to all: %s",
                 key.inode,
                 error,
             )
-        owned = await self._begin(key)
+        owned = await self.claim(key)
         try:
             owned.spans.clear()
             owned.handles.clear()
@@ -372,42 +375,37 @@ class FileLocks(VfsBase):
         except NvpoolError as error:
             log.warning("locks on inode %d cannot be given back yet: %s", key.inode, error)
         finally:
-            self._end(key, owned)
-
-    def _behind(self, work) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+            self.unclaim(key, owned)
 
     async def run_once(self) -> None:
-        await super().run_once()
-        for key, owned in list(self._owned.items()):
+        """Try again to correct doubtful locks at the service, in the background."""
+        for key, owned in list(self.owned.items()):
             if owned.doubtful and not owned.asking.locked():
                 await owned.asking.acquire()
-                self._behind(self._correct_locks_later(key, owned))
+                self._background.start(self._correct_locks_later(key, owned))
 
-    async def _correct_locks_later(self, key: LockKey, owned: _Owned) -> None:
+    async def _correct_locks_later(self, key: LockKey, owned: OwnedLocks) -> None:
         try:
             await self._correct_locks(key, owned)
         except NvpoolError:
             pass  # retried in half a second
         finally:
-            self._end(key, owned)
+            self.unclaim(key, owned)
 
     # -- the end of a session ----------------------------------------------------------------------------------------------
 
-    def _session_lost(self, shard: int) -> None:
+    def session_lost(self, shard: int) -> None:
         """Mark all files with locks at this shard as lost: others may acquire the locks soon.
 
         Programs that relied on the locks must not continue. The quota reservations at the shard are lost too.
         """
-        self.rooms.shard_restarted(shard)
-        self.reader.forget_contents()
-        for file in self.cache.open.values():
+        self._rooms.shard_restarted(shard)
+        self._reader.forget_contents()
+        for file in self._cache.open.values():
             file.fetching = None
         lost: set[int] = set()
-        for key, owned in list(self._owned.items()):
-            if self.meta.shard_of(key.inode) != shard:
+        for key, owned in list(self.owned.items()):
+            if self._meta.shard_of(key.inode) != shard:
                 continue
             if owned.spans:
                 lost.add(key.inode)
@@ -417,7 +415,7 @@ class FileLocks(VfsBase):
             if not owned.asking.locked():
                 self._forget(key)
         for inode in lost:
-            file = self.cache.open.pop(inode, None)  # a later open gets a new object
+            file = self._cache.open.pop(inode, None)  # a later open gets a new object
             log.error(
                 "the session has ended, and with it the locks on inode %d: %s",
                 inode,
@@ -425,15 +423,14 @@ class FileLocks(VfsBase):
             )
             if file is not None:
                 file.lost = True
-                self.reader.changed(file)
-                self.writer.lose(file)
-                self.on_lost(inode)
+                self._reader.changed(file)
+                self._writer.lose(file)
+                self._callbacks.on_lost(inode)
 
-    async def close(self, deadline_s: float) -> None:
-        self.turns.close()
-        for task in list(self._background):
-            task.cancel()
-        await super().close(deadline_s)
+    def close(self) -> None:
+        """Stop all waits for locks and all background work."""
+        self._turns.close()
+        self._background.cancel()
 
 
 def _check(start: int, end: int, mode: int) -> None:

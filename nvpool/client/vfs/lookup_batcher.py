@@ -3,7 +3,7 @@
 No task is created for a look-up. This helps a mount on which many threads open files that are not cached. It
 is the fast path: it needs a session, a connection and a watch at the shard, and a name whose inode is at the
 same shard, or which does not exist. In every other case, and for every other reply, the look-up takes the
-path of a single look-up (`NamespaceOperations._find`), which alone retries and reports errors: asking twice changes
+path of a single look-up (`Lookups.find`), which alone retries and reports errors: asking twice changes
 nothing. Used by fuse/ops/operations.
 """
 
@@ -12,7 +12,10 @@ from __future__ import annotations
 import asyncio
 
 from nvpool.client.state.metadata_cache import DIVIDED_FLAG
+from nvpool.client.vfs.client_parts import ClientParts
 from nvpool.client.vfs.directory_prefetch import DirectoryPrefetch
+from nvpool.client.vfs.namespace import Lookups
+from nvpool.client.vfs.striped_dirs import StripedDirectories
 from nvpool.core.errors import CorruptFrame, DeadlineExceeded, NotFound
 from nvpool.core.futures import ImmediateFuture
 from nvpool.core.grants import READ, allows
@@ -41,24 +44,40 @@ class PendingLookup(ImmediateFuture):
         return super().cancel()
 
 
-class LookupBatcher(DirectoryPrefetch):
+class LookupBatcher:
     """The look-up operations that are submitted in batches."""
 
-    def __init__(self, *arguments, **named) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(
+        self,
+        parts: ClientParts,
+        stripes: StripedDirectories,
+        lookups: Lookups,
+        directories: DirectoryPrefetch,
+    ) -> None:
+        self._options = parts.options
+        self._clock = parts.clock
+        self._meta = parts.meta
+        self._cache = parts.cache
+        self._leases = parts.leases
+        self._inodes = parts.inodes
+        self._tasks = parts.tasks
+        self._stripes = stripes
+        self._lookups = lookups
+        self._lookup_prefetch = lookups.prefetch
+        self._directories = directories
         # shard -> (inode that determines the shard, whether by the name, look-up)
         self._gathered: dict[int, list[tuple[int, bool, PendingLookup]]] = {}
         self._holding = False
 
-    def hold_reads(self) -> None:
-        super().hold_reads()
+    def hold(self) -> None:
+        """Gather the look-ups that begin before `send`, which is called in the same event-loop iteration."""
         self._holding = True
 
-    def send_reads(self) -> None:
+    def send(self) -> None:
+        """Send the gathered look-ups."""
         self._holding = False
         if self._gathered:
             self._send_gathered()
-        super().send_reads()
 
     def begin_lookup(self, parent: int, name: bytes) -> PendingLookup | None:
         """Submit `lookup` without a task, in a batch with the others of this event-loop iteration.
@@ -68,22 +87,22 @@ class LookupBatcher(DirectoryPrefetch):
         """
         if (
             len(name) > NAME_BYTES_MAX
-            or self.lookup_prefetch.coming(parent) is not None
-            or self.cache.is_missed(parent, name)
+            or self._lookup_prefetch.coming(parent) is not None
+            or self._cache.is_missed(parent, name)
         ):
             return None
-        found = self._place_now(parent, name)
+        found = self._stripes.place_now(parent, name)
         if found is None:
             return None
         place, spread = found
-        shard = self.meta.shard_of(place)
+        shard = self._meta.shard_of(place)
         gathered = self._gathered.get(shard)
-        if (gathered is None and not self.meta.is_ready(shard)) or not self.lookup_prefetch.missed_alone(
+        if (gathered is None and not self._meta.is_ready(shard)) or not self._lookup_prefetch.missed_alone(
             parent, name
         ):
             return None
-        if self.lookup_prefetch.is_time_to_look(parent):
-            self.look_through(parent)
+        if self._lookup_prefetch.is_time_to_look(parent):
+            self._directories.look_through(parent)
         asked = PendingLookup(parent, name)
         if gathered is None:
             if not self._gathered and not self._holding:
@@ -110,12 +129,12 @@ class LookupBatcher(DirectoryPrefetch):
         for (parent, spread), some in order.items():
             request.directories.add(parent=parent, names=[asked.name for asked in some], spread=spread)
         all_asked = [asked for some in order.values() for asked in some]
-        sent_s = self.clock.boottime_s()
+        sent_s = self._clock.boottime_s()
 
         def answered(reply, error: BaseException | None) -> None:
             self._names_answered(all_asked, sent_s, reply, error)
 
-        if not self.meta.submit(shard, wire_pb2.META_LOOKUP_MANY, request, answered):
+        if not self._meta.submit(shard, wire_pb2.META_LOOKUP_MANY, request, answered):
             self._names_answered(all_asked, sent_s, None, None)
 
     def _names_answered(
@@ -145,18 +164,18 @@ class LookupBatcher(DirectoryPrefetch):
     def _believe(self, asked: PendingLookup, one: meta_pb2.FoundName, sent_s: float) -> None:
         code = one.error
         if code == NotFound.wire_code:
-            self.cache.put_entry(asked.parent, asked.name, 0, sent_s)
+            self._cache.put_entry(asked.parent, asked.name, 0, sent_s)
             asked.end(None, NotFound())
             return
         entry = one.entry
         if code or entry.elsewhere:
             self._ask_alone(asked)
             return
-        cache, attr = self.cache, entry.attr
+        cache, attr = self._cache, entry.attr
         inode = attr.inode
         if inode in cache.open or attr.flags & DIVIDED_FLAG:
-            attr = self._take(entry)
-            cache.put_entry(asked.parent, asked.name, inode, sent_s, self._leased(entry, sent_s))
+            attr = self._inodes.take(entry)
+            cache.put_entry(asked.parent, asked.name, inode, sent_s, self._inodes.take_lease(entry, sent_s))
             file = cache.open.get(inode)
             if file is not None and file.written is not None:
                 self._ask_alone(asked)  # the look-up must wait until local writes are reported
@@ -166,20 +185,20 @@ class LookupBatcher(DirectoryPrefetch):
             lease_ms, lease = entry.lease_ms, None
             if lease_ms:
                 grant = entry.grant
-                lease = self.leases.take(inode, lease_ms, sent_s, grant if allows(grant, READ) else b"")
+                lease = self._leases.take(inode, lease_ms, sent_s, grant if allows(grant, READ) else b"")
             cache.put_entry(asked.parent, asked.name, inode, sent_s, lease)
         asked.end(attr, None)
 
     def _ask_alone(self, asked: PendingLookup) -> None:
         if asked.outcome is not None:
             return
-        asked.task = task = asyncio.get_running_loop().create_task(self._find_for(asked))
-        self._renewals.add(task)
-        task.add_done_callback(self._renewals.discard)
+        asked.task = self._tasks.start(self._find_for(asked))
 
     async def _find_for(self, asked: PendingLookup) -> None:
         try:
-            attr = await self._find(asked.parent, asked.name, self._name_s, self.options.fresh_s)
+            attr = await self._lookups.find(
+                asked.parent, asked.name, self._lookups.name_s, self._options.fresh_s
+            )
         except asyncio.CancelledError as error:
             asked.end(None, error)
             raise

@@ -11,7 +11,7 @@ When a look-up reaches the middle of such a reply, the next names are requested,
 Names in no order do not predict the next one. For them the policy counts how much of a directory was looked
 up name by name, and when it is time to ask for all of it (`directory_prefetch`).
 
-The bookkeeping is bounded and sends nothing. Used by `vfs/namespace` and `vfs/directory_prefetch`.
+The bookkeeping is bounded and sends nothing. Used by `vfs/namespace`, `vfs/lookup_batcher` and `vfs/directory_prefetch`.
 """
 
 from __future__ import annotations

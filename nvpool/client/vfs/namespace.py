@@ -10,8 +10,10 @@ import stat
 from functools import partial
 
 from nvpool.client.rpc.change_fast_path import OnEnd, SubmittedChange
-from nvpool.client.state.metadata_cache import DIVIDED_FLAG
 from nvpool.client.state.vfs_types import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
+from nvpool.client.vfs.client_parts import ClientParts
+from nvpool.client.vfs.complete_dirs import CompleteDirectories
+from nvpool.client.vfs.listing import ListingPages
 from nvpool.client.vfs.lookup_prefetch import LookupPrefetch
 from nvpool.client.vfs.striped_dirs import StripedDirectories
 from nvpool.core.errors import (
@@ -25,8 +27,7 @@ from nvpool.core.errors import (
 )
 from nvpool.core.grants import READ
 from nvpool.core.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
-from nvpool.rpc.messages.direntries import NOTHING_LISTED, DirectoryPage, packed
-from nvpool.rpc.messages.read_write_codec import pack_inodes
+from nvpool.rpc.messages.direntries import NOTHING_LISTED
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 from nvpool.rpc.v1.meta_pb2 import Attr
 
@@ -58,15 +59,22 @@ def check_name(name: bytes) -> None:
         raise InvalidRequest(f"{name!r} is not a name for an entry of a directory")
 
 
-class NamespaceOperations(StripedDirectories):
-    """The operations on names."""
+class Lookups:
+    """Look-ups of single names, from the cache or by a request."""
 
-    def __init__(self, *arguments, **named) -> None:
-        super().__init__(*arguments, **named)
-        self.lookup_prefetch = LookupPrefetch(self.clock, self._look_on)
+    def __init__(self, parts: ClientParts, stripes: StripedDirectories, pages: ListingPages) -> None:
+        self._options = parts.options
+        self._clock = parts.clock
+        self._cache = parts.cache
+        self._inodes = parts.inodes
+        self._unreported = parts.unreported
+        self._tasks = parts.tasks
+        self._stripes = stripes
+        self._pages = pages
+        self.prefetch = LookupPrefetch(parts.clock, self._look_on)
         # With leases the client is notified before a directory changes, so it knows which names are absent;
         # without leases an absent name is trusted for `fresh_s`.
-        self._name_s = self._absent_s = 0.0 if self.options.leases else self.options.fresh_s
+        self.name_s = self.absent_s = 0.0 if parts.options.leases else parts.options.fresh_s
 
     async def lookup(self, parent: int, name: bytes) -> Attr:
         """Look up a name; return the attributes of its inode.
@@ -75,21 +83,21 @@ class NamespaceOperations(StripedDirectories):
         attributes were current within the last `fresh_s` or are covered by a lease. NotFound, NotADirectory,
         NameTooLong.
         """
-        if self.cache.is_absent(parent, name, self._absent_s):
+        if self._cache.is_absent(parent, name, self.absent_s):
             raise NotFound
-        return await self._find(parent, name, self._name_s, self.options.fresh_s)
+        return await self.find(parent, name, self.name_s, self._options.fresh_s)
 
     def lookup_now(self, parent: int, name: bytes) -> Attr | None:
         """As `lookup`, from the cache alone; None if a request is needed.
 
         NotFound: the name is known to be absent.
         """
-        inode = self.cache.entry(parent, name, self._name_s)
-        if inode == 0 or (inode is None and self.cache.is_absent(parent, name, self._absent_s)):
+        inode = self._cache.entry(parent, name, self.name_s)
+        if inode == 0 or (inode is None and self._cache.is_absent(parent, name, self.absent_s)):
             raise NotFound
         attr = self.getattr_now(inode) if inode is not None else None
         if attr is not None:
-            self.lookup_prefetch.hit(parent, name)
+            self.prefetch.hit(parent, name)
         return attr
 
     def name_cover(self, parent: int, name: bytes, inode: int) -> int:
@@ -98,97 +106,96 @@ class NamespaceOperations(StripedDirectories):
         That is the inode of the name or of the directory. A recall of that lease precedes every change of
         what the name stands for. 0: no lease covers the name.
         """
-        return self.cache.cover(parent, name, inode)
-
-    def known_attr(self, inode: int) -> Attr | None:
-        """The newest attributes that the client ever received, however old they are."""
-        return self.cache.known_attr(inode)
+        return self._cache.cover(parent, name, inode)
 
     def getattr_now(self, inode: int) -> Attr | None:
         """As `getattr`, from the cache alone; None if a request is needed."""
-        file = self.cache.open.get(inode)
+        file = self._cache.open.get(inode)
         if file is not None and file.written is not None and file.written.unsettled:
             return None
-        attr = self.cache.attr(inode, self.options.fresh_s)
-        return None if attr is None else self._merged(attr)
+        attr = self._cache.attr(inode, self._options.fresh_s)
+        return None if attr is None else self._unreported.merged(attr)
 
     async def walk(self, parent: int, name: bytes) -> Attr:
         """Look up a component of a path, as `lookup`, from results at most `attr_s` old."""
-        return await self._find(parent, name, self.options.attr_s, self.options.attr_s)
+        return await self.find(parent, name, self._options.attr_s, self._options.attr_s)
 
     async def look(self, parent: int, name: bytes) -> Attr:
         """Look up a file that is to be opened, as `lookup`. The attributes are current now."""
-        return await self._find(parent, name, 0.0, 0.0)
+        return await self.find(parent, name, 0.0, 0.0)
 
-    async def _find(self, parent: int, name: bytes, name_s: float, age_s: float) -> Attr:
+    async def find(self, parent: int, name: bytes, name_s: float, age_s: float) -> Attr:
         """Look up a name. Without a lease the name may be `name_s` old and the attributes `age_s`."""
         if len(name) > NAME_BYTES_MAX:
             raise NameTooLong
         attr = await self._found_here(parent, name, name_s, age_s)
-        if attr is None and (coming := self.lookup_prefetch.coming(parent)) is not None:
+        if attr is None and (coming := self.prefetch.coming(parent)) is not None:
             await asyncio.wait((coming,), timeout=COMING_S)
             attr = await self._found_here(parent, name, name_s, age_s)
         if attr is not None:
-            self.lookup_prefetch.hit(parent, name)
-            return self._merged(attr)
-        count = self.lookup_prefetch.missed(parent, name)
-        attr = await (self._look_up(parent, name) if count == 1 else self._look_ahead(parent, name, count))
-        file = self.cache.open.get(attr.inode)
+            self.prefetch.hit(parent, name)
+            return self._unreported.merged(attr)
+        count = self.prefetch.missed(parent, name)
+        attr = await (self.look_up(parent, name) if count == 1 else self._look_ahead(parent, name, count))
+        file = self._cache.open.get(attr.inode)
         if file is not None and file.written is not None:
-            await self._settle(attr.inode)
+            await self._unreported.settle(attr.inode)
             attr = file.attr
-        return self._merged(attr)
+        return self._unreported.merged(attr)
 
     async def _found_here(self, parent: int, name: bytes, name_s: float, age_s: float) -> Attr | None:
         """Look up in the cache alone; None if a request is needed.
 
         NotFound: the name is known to be absent.
         """
-        inode = self.cache.entry(parent, name, name_s)
+        inode = self._cache.entry(parent, name, name_s)
         if inode == 0:
             raise NotFound
         if inode is None:
             return None
-        await self._settle(inode)
-        return self.cache.attr(inode, age_s)
+        await self._unreported.settle(inode)
+        return self._cache.attr(inode, age_s)
 
-    async def _look_up(self, parent: int, name: bytes) -> Attr:
-        if self.cache.is_missed(parent, name):
+    async def look_up(self, parent: int, name: bytes) -> Attr:
+        """Look up a name by a request. The result lacks this client's unreported writes. NotFound."""
+        if self._cache.is_missed(parent, name):
             # Asking whether the directory has changed costs the same as asking for the name, and brings a
             # lease on the directory, which covers the next look-up.
-            await self._fetch_attr(parent)
-            if self.cache.is_absent(parent, name, self.options.fresh_s):
+            await self._inodes.fetch(parent)
+            if self._cache.is_absent(parent, name, self._options.fresh_s):
                 raise NotFound
         # with the right to read: most callers that look up a file open it next
         request = meta_pb2.LookupRequest(parent=parent, name=name, rights=READ)
         for _ in range(ELSEWHERE_MAX):
-            sent_s = self.clock.boottime_s()
+            sent_s = self._clock.boottime_s()
             try:
-                entry = await self._ask_name(wire_pb2.META_LOOKUP, request, meta_pb2.Entry)
+                entry = await self._stripes.ask_name(wire_pb2.META_LOOKUP, request, meta_pb2.Entry)
             except NotFound:
-                self.cache.put_entry(parent, name, 0, sent_s)
+                self._cache.put_entry(parent, name, 0, sent_s)
                 raise
             if not entry.elsewhere:
-                attr = self._take(entry)
-                self.cache.put_entry(parent, name, attr.inode, sent_s, self._leased(entry, sent_s))
+                attr = self._inodes.take(entry)
+                self._cache.put_entry(
+                    parent, name, attr.inode, sent_s, self._inodes.take_lease(entry, sent_s)
+                )
                 return attr
             try:
-                attr = await self._fetch_attr(entry.attr.inode, READ)
+                attr = await self._inodes.fetch(entry.attr.inode, READ)
             except NotFound:
                 continue  # the name has gone since, or stands for something else
             # No lease is passed: the directory's lease or an earlier lease on the inode covers the name, but
             # a lease on the inode that began after the request for the name does not.
-            self.cache.put_entry(parent, name, attr.inode, sent_s)
+            self._cache.put_entry(parent, name, attr.inode, sent_s)
             return attr
         raise NotFound
 
     async def _look_ahead(self, parent: int, name: bytes, count: int) -> Attr:
-        """As `_look_up`; also fetch the names that follow this one in listing order."""
+        """As `look_up`; also fetch the names that follow this one in listing order."""
         request = meta_pb2.ListDirRequest(inode=parent, name=name, limit=count, attrs=True, packed=True)
         listed, more = NOTHING_LISTED, False
         try:
-            listed, more, lease_ms, sent_s = await self._ask_list(request)
-            self._believe_list(parent, listed, lease_ms, sent_s)
+            listed, more, lease_ms, sent_s = await self._pages.fetch(request)
+            self._pages.cache_page(parent, listed, lease_ms, sent_s)
             if name in listed.names:
                 return listed.attr(listed.names.index(name))
         except (AccessDenied, Damaged):
@@ -196,8 +203,8 @@ class NamespaceOperations(StripedDirectories):
             # look up this name alone.
             pass
         finally:
-            self.lookup_prefetch.asked(parent, listed, more)
-        return await self._look_up(parent, name)
+            self.prefetch.asked(parent, listed, more)
+        return await self.look_up(parent, name)
 
     def _look_on(self, parent: int, cursor: int, count: int) -> asyncio.Task:
         """Prefetch the names behind those that are looked up in order. The task ends without an error."""
@@ -208,90 +215,40 @@ class NamespaceOperations(StripedDirectories):
                 request = meta_pb2.ListDirRequest(
                     inode=parent, cursor=cursor, limit=count, attrs=True, packed=True
                 )
-                listed, more, lease_ms, sent_s = await self._ask_list(request)
-                self._believe_list(parent, listed, lease_ms, sent_s)
+                listed, more, lease_ms, sent_s = await self._pages.fetch(request)
+                self._pages.cache_page(parent, listed, lease_ms, sent_s)
             except NvpoolError:
                 pass  # a look-up of these names gets the error
             finally:
-                self.lookup_prefetch.asked(parent, listed, more)
+                self.prefetch.asked(parent, listed, more)
 
-        task = asyncio.get_running_loop().create_task(ask())
-        self._renewals.add(task)
-        task.add_done_callback(self._renewals.discard)
-        return task
+        return self._tasks.start(ask())
 
-    async def _ask_list(self, request: meta_pb2.ListDirRequest) -> tuple[DirectoryPage, bool, int, float]:
-        """Fetch a part of a listing.
 
-        Returns the entries, whether more follow, the duration of the leases, and the time of the request.
-        """
-        sent_s = self.clock.boottime_s()
-        reply = await self._ask_step(request)
-        listed = DirectoryPage(reply.packed or packed(reply.entries))
-        if len(self.view.map.shards) > 1 and 0 in listed.changes:
-            await self._look_elsewhere(listed)
-        return listed, reply.more, reply.lease_ms, sent_s
+class NamespaceOperations:
+    """The operations that create, remove, rename and link names."""
 
-    async def _look_elsewhere(self, listed: DirectoryPage) -> None:
-        """Fetch the attributes of inodes that other shards have, one request for each shard.
-
-        Entries of inodes that are gone by now stay without attributes.
-        """
-        asked: dict[int, dict[int, list[int]]] = {}
-        for at, inode in enumerate(listed.inodes):
-            if not listed.changes[at]:  # an inode may have several names in the listing
-                asked.setdefault(self.meta.shard_of(inode), {}).setdefault(inode, []).append(at)
-
-        async def ask(places: dict[int, list[int]]) -> None:
-            request = meta_pb2.GetAttrManyRequest(inodes=pack_inodes(list(places)))
-            sent_s = self.clock.boottime_s()
-            reply = await self.meta.ask(
-                next(iter(places)), wire_pb2.META_GETATTR_MANY, request, meta_pb2.GetAttrManyReply
-            )
-            found = DirectoryPage(reply.packed)
-            for at, inode in enumerate(found.inodes):
-                attr = found.attr(at)
-                if attr.flags & DIVIDED_FLAG:
-                    try:
-                        attr = await self._fetch_attr(inode)
-                    except NotFound:
-                        continue
-                    for place in places[inode]:
-                        listed.put(place, attr)
-                    continue
-                for place in places[inode]:
-                    listed.put(place, attr)
-                if self.leases.is_news(inode, sent_s):
-                    self.cache.put_attr(attr)
-                    if found.is_promised(at):
-                        self.leases.take(inode, reply.lease_ms, sent_s)
-
-        await asyncio.gather(*map(ask, asked.values()))
-
-    def _believe_list(self, directory: int, listed: DirectoryPage, lease_ms: int, sent_s: float) -> None:
-        """Cache a listing, except the inodes that this client has changed since `sent_s`."""
-        inodes, promised = listed.inodes, listed.promised
-        if (
-            promised in (0, len(inodes))
-            and 0 not in listed.changes
-            and not self.leases.outdated(inodes, sent_s)
-            and self.cache.put_attrs(listed)
-        ):
-            leases = self.leases.take_all(inodes, lease_ms if promised else 0, sent_s)
-            self.cache.put_entries(directory, listed.names, inodes, sent_s, leases)
-            return
-        for at, inode in enumerate(inodes):
-            if listed.changes[at] and self.leases.is_news(inode, sent_s):
-                self.cache.put_attr(listed.attr(at))
-                lease = self.leases.take(inode, lease_ms, sent_s) if listed.is_promised(at) else None
-                self.cache.put_entry(directory, listed.names[at], inode, sent_s, lease)
-                if (newer := self.cache.newer(inode, listed.changes[at])) is not None:
-                    # written and reported since: no user of this client may see a shorter file
-                    listed.put(at, newer)
+    def __init__(
+        self,
+        parts: ClientParts,
+        stripes: StripedDirectories,
+        complete_dirs: CompleteDirectories,
+        lookups: Lookups,
+    ) -> None:
+        self._options = parts.options
+        self._clock = parts.clock
+        self._meta = parts.meta
+        self._cache = parts.cache
+        self._writer = parts.writer
+        self._inodes = parts.inodes
+        self._unreported = parts.unreported
+        self._stripes = stripes
+        self._complete_dirs = complete_dirs
+        self._lookups = lookups
 
     async def readlink(self, inode: int) -> bytes:
         request = meta_pb2.ReadLinkRequest(inode=inode)
-        return (await self.meta.ask(inode, wire_pb2.META_READLINK, request, meta_pb2.ReadLinkReply)).target
+        return (await self._meta.ask(inode, wire_pb2.META_READLINK, request, meta_pb2.ReadLinkReply)).target
 
     async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Attr:
         """Create a regular file, fifo, socket or device node; `mode` includes the type. AlreadyExists."""
@@ -315,10 +272,10 @@ class NamespaceOperations(StripedDirectories):
 
         For a caller that has removed them by other means than a request of this object.
         """
-        self.cache.forget_entry(parent, name)
-        self.cache.forget_attr(parent)
-        self.cache.forget_attr(inode)
-        self.cache.forget_whole(parent)
+        self._cache.forget_entry(parent, name)
+        self._cache.forget_attr(parent)
+        self._cache.forget_attr(inode)
+        self._cache.forget_whole(parent)
 
     async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Attr:
         if len(target) > SYMLINK_BYTES_MAX:
@@ -333,47 +290,51 @@ class NamespaceOperations(StripedDirectories):
         request = meta_pb2.CreateRequest(
             parent=parent, name=name, mode=mode ^ masked, masked=masked, exclusive=True, **fields
         )
-        self.cache.forget_entry(parent, name)
-        sent_s = self.clock.boottime_s()
-        place, request.spread = await self._place(parent, name)
-        reply = await self._change(place, wire_pb2.META_CREATE, request, meta_pb2.CreateReply, caller)
-        attr = self._take(reply.entry)
-        self._named(parent, name, attr.inode, sent_s, reply, self._leased(reply.entry, sent_s))
+        self._cache.forget_entry(parent, name)
+        sent_s = self._clock.boottime_s()
+        place, request.spread = await self._stripes.place(parent, name)
+        reply = await self._meta.change(
+            place,
+            wire_pb2.META_CREATE,
+            request,
+            meta_pb2.CreateReply,
+            uid=caller.uid,
+            gid=caller.gid,
+            once=True,
+        )
+        attr = self._inodes.take(reply.entry)
+        self.named(parent, name, attr.inode, sent_s, reply, self._inodes.take_lease(reply.entry, sent_s))
         if stat.S_ISDIR(mode) and reply.HasField("parent"):  # not a replayed reply, which may be old
-            self.cache.born_directory(attr)
+            self._cache.born_directory(attr)
         return attr
 
-    def _named(self, parent: int, name: bytes, inode: int, sent_s: float, reply=None, lease=None) -> None:
+    def named(self, parent: int, name: bytes, inode: int, sent_s: float, reply=None, lease=None) -> None:
         """Cache that the name stands for `inode` (0: nothing) after this client's change, sent at `sent_s`.
 
         The reply may bring the directory's attributes, which a kernel asks for next.
         """
-        self.cache.put_own_entry(parent, name, inode, sent_s, lease)
+        self._cache.put_own_entry(parent, name, inode, sent_s, lease)
         if reply is not None and reply.HasField("parent"):
-            self.cache.named_in_whole(reply.parent, parent, name, inode != 0)
-            self.cache.put_attr(reply.parent)
-            if inode and not self.cache.is_whole(parent):
-                self._made_in(parent, reply.parent.size)
+            self._cache.named_in_whole(reply.parent, parent, name, inode != 0)
+            self._cache.put_attr(reply.parent)
+            if inode and not self._cache.is_whole(parent):
+                self._complete_dirs.made_in(parent, reply.parent.size)
         else:
-            self.cache.named_in_whole(None, parent, name, inode != 0)
-            self.cache.forget_attr(parent)
-
-    def _made_in(self, parent: int, entries: int) -> None:
-        """Hook: a name was created in a directory that is not cached completely. `entries`: its new size.
-
-        See CompleteDirectories.
-        """
+            self._cache.named_in_whole(None, parent, name, inode != 0)
+            self._cache.forget_attr(parent)
 
     async def link(self, inode: int, parent: int, name: bytes, caller: Caller) -> Attr:
         check_name(name)
         request = meta_pb2.LinkRequest(inode=inode, parent=parent, name=name)
-        self.cache.forget_entry(parent, name)
-        self.cache.forget_attr(inode)
-        sent_s = self.clock.boottime_s()
-        entry = await self._change(inode, wire_pb2.META_LINK, request, meta_pb2.Entry, caller)
-        self._take(entry)
-        self._named(parent, name, inode, sent_s, lease=self._leased(entry, sent_s))
-        return self._merged(entry.attr)
+        self._cache.forget_entry(parent, name)
+        self._cache.forget_attr(inode)
+        sent_s = self._clock.boottime_s()
+        entry = await self._meta.change(
+            inode, wire_pb2.META_LINK, request, meta_pb2.Entry, uid=caller.uid, gid=caller.gid, once=True
+        )
+        self._inodes.take(entry)
+        self.named(parent, name, inode, sent_s, lease=self._inodes.take_lease(entry, sent_s))
+        return self._unreported.merged(entry.attr)
 
     async def unlink(self, parent: int, name: bytes, caller: Caller) -> None:
         check_name(name)
@@ -387,21 +348,21 @@ class NamespaceOperations(StripedDirectories):
         None: there was no side effect. `unique`: the number of the kernel's request. `on_end(None, error)` is
         called before the client updates its caches.
         """
-        if not is_name(name) or not self._is_together(parent):
+        if not is_name(name) or not self._stripes.is_together(parent):
             return None
         request = meta_pb2.UnlinkRequest(parent=parent, name=name)
-        begun = self.meta.begin(
+        begun = self._meta.begin(
             parent,
             wire_pb2.META_UNLINK,
             request,
             meta_pb2.UnlinkReply,
-            partial(self._unlinked, parent, name, self.clock.boottime_s(), on_end),
+            partial(self._unlinked, parent, name, self._clock.boottime_s(), on_end),
             uid=caller.uid,
             gid=caller.gid,
             unique=unique,
         )
         if begun is not None:
-            self.cache.forget_entry(parent, name)
+            self._cache.forget_entry(parent, name)
         return begun
 
     def _unlinked(
@@ -417,16 +378,21 @@ class NamespaceOperations(StripedDirectories):
 
     async def _remove(self, parent: int, name: bytes, method: int, caller: Caller) -> None:
         request = meta_pb2.UnlinkRequest(parent=parent, name=name)
-        self.cache.forget_entry(parent, name)
-        sent_s = self.clock.boottime_s()
-        place, request.spread = await self._place(parent, name)
+        self._cache.forget_entry(parent, name)
+        sent_s = self._clock.boottime_s()
+        place, request.spread = await self._stripes.place(parent, name)
         self._removed(
-            parent, name, sent_s, await self._change(place, method, request, meta_pb2.UnlinkReply, caller)
+            parent,
+            name,
+            sent_s,
+            await self._meta.change(
+                place, method, request, meta_pb2.UnlinkReply, uid=caller.uid, gid=caller.gid, once=True
+            ),
         )
 
     def _removed(self, parent: int, name: bytes, sent_s: float, reply) -> None:
-        self.cache.forget_attr(reply.inode)
-        self._named(parent, name, 0, sent_s, reply)
+        self._cache.forget_attr(reply.inode)
+        self.named(parent, name, 0, sent_s, reply)
 
     async def rename(
         self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller: Caller
@@ -440,52 +406,62 @@ class NamespaceOperations(StripedDirectories):
         check_name(new_name)
         if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE) or flags == RENAME_NOREPLACE | RENAME_EXCHANGE:
             raise InvalidRequest(f"rename with flags {flags:#x}")
-        if not flags & RENAME_NOREPLACE and self.writer.busy:
+        if not flags & RENAME_NOREPLACE and self._writer.busy:
             await self._flush_before_replace(parent, name, new_parent, new_name)
         request = meta_pb2.RenameRequest(
             parent=parent, name=name, new_parent=new_parent, new_name=new_name, flags=flags
         )
         for renamed in ((parent, name), (new_parent, new_name)):
-            self.cache.forget_entry(*renamed)
-        place, request.spread = await self._place(parent, name)
-        reply = await self._change(place, wire_pb2.META_RENAME, request, meta_pb2.RenameReply, caller)
+            self._cache.forget_entry(*renamed)
+        place, request.spread = await self._stripes.place(parent, name)
+        reply = await self._meta.change(
+            place,
+            wire_pb2.META_RENAME,
+            request,
+            meta_pb2.RenameReply,
+            uid=caller.uid,
+            gid=caller.gid,
+            once=True,
+        )
         for inode in (reply.inode, reply.replaced):
             if inode:
-                self.cache.forget_attr(inode)
+                self._cache.forget_attr(inode)
         # The old name may still exist: renaming one of two names of an inode to the other leaves both.
-        self.cache.forget_entry(parent, name)
-        self.cache.forget_attr(parent)
-        self.cache.forget_whole(parent)
-        self.cache.forget_whole(new_parent)
+        self._cache.forget_entry(parent, name)
+        self._cache.forget_attr(parent)
+        self._cache.forget_whole(parent)
+        self._cache.forget_whole(new_parent)
         if reply.inode:
             # any time will do: the inode has no lease left that could be older than the change
-            self._named(new_parent, new_name, reply.inode, self.clock.boottime_s())
+            self.named(new_parent, new_name, reply.inode, self._clock.boottime_s())
         else:
-            self.cache.forget_attr(new_parent)
+            self._cache.forget_attr(new_parent)
         return reply.inode, reply.replaced
 
     async def _flush_before_replace(self, parent: int, name: bytes, new_parent: int, new_name: bytes) -> None:
-        moved = self.cache.entry(parent, name, self.options.attr_s)
+        moved = self._cache.entry(parent, name, self._options.attr_s)
         if moved is None:
             try:
-                moved = (await self._find(parent, name, self._name_s, self.options.fresh_s)).inode
+                moved = (
+                    await self._lookups.find(parent, name, self._lookups.name_s, self._options.fresh_s)
+                ).inode
             except NotFound:
                 return  # the service will say so, or this very request has already been executed
-        file = self.cache.open.get(moved)
-        if not self.writer.has_unstable_writes(moved) and (
+        file = self._cache.open.get(moved)
+        if not self._writer.has_unstable_writes(moved) and (
             file is None or file.written is None or file.written.clean
         ):
             return
         try:
-            await self._find(new_parent, new_name, self._name_s, self.options.fresh_s)
+            await self._lookups.find(new_parent, new_name, self._lookups.name_s, self._options.fresh_s)
         except NotFound:
             return
         if file is not None:
-            await self.writer.store(file)
-            await self.writer.settle(file)
+            await self._writer.store(file)
+            await self._writer.settle(file)
         try:
-            await self.writer.make_durable(moved)
+            await self._writer.make_durable(moved)
         except WritesLost as lost:
             if file is not None:
-                self.writer.meet(file, lost)
+                self._writer.meet(file, lost)
             raise

@@ -10,8 +10,9 @@ from typing import NamedTuple
 from nvpool.client.data.chunk_ranges import Extents
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.vfs_types import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, FileHandle
-from nvpool.client.vfs.attributes import Attributes
-from nvpool.client.vfs.files import Files
+from nvpool.client.vfs.attributes import PoolSpace
+from nvpool.client.vfs.client_parts import ClientParts
+from nvpool.client.vfs.files import FileData
 from nvpool.core.errors import (
     BadHandle,
     BeyondData,
@@ -56,10 +57,24 @@ class _Piece(NamedTuple):
     by_store: bool
 
 
-class RangeOperations(Files, Attributes):
+class RangeOperations:
     """The operations on ranges of open files."""
 
-    _extents_seen: dict[int, _Seen] | None = None
+    def __init__(self, parts: ClientParts, data: FileData, space: PoolSpace) -> None:
+        self._options = parts.options
+        self._clock = parts.clock
+        self._meta = parts.meta
+        self._cache = parts.cache
+        self._chunks = parts.chunks
+        self._ranges = parts.ranges
+        self._reader = parts.reader
+        self._writer = parts.writer
+        self._rooms = parts.rooms
+        self._inodes = parts.inodes
+        self._unreported = parts.unreported
+        self._data = data
+        self._space = space
+        self._extents_seen: dict[int, _Seen] = {}
 
     # -- fallocate -----------------------------------------------------------------------------------------------------
 
@@ -91,31 +106,31 @@ class RangeOperations(Files, Attributes):
             if not grow or offset + length <= file.size:
                 return
         if file.volume and grow:
-            await self._settle(file.inode)  # the volume must count the bytes once
+            await self._unreported.settle(file.inode)  # the volume must count the bytes once
         request = meta_pb2.AllocateRequest(
             inode=file.inode, offset=offset, length=length, punch=hole, grow=grow, rights=file.grant_rights
         )
         if hole:
             # Written data is stored first, not dropped: if the service refuses the hole, the data must be
             # there.
-            await self.writer.store(file)
+            await self._writer.store(file)
             _check_locks(file)
-            self.reader.changed(file)
-            await self.writer.pause(file)
+            self._reader.changed(file)
+            await self._writer.pause(file)
         try:
-            self._take(
-                await self._growing(
+            self._inodes.take(
+                await self._unreported.grow(
                     file,
-                    lambda: self.meta.change(
+                    lambda: self._meta.change(
                         file.inode, wire_pb2.META_ALLOCATE, request, meta_pb2.Entry, file=file, once=True
                     ),
                 )
             )
         finally:
             if hole:
-                self.writer.end_cut(file)
-                self.reader.changed(file)
-                self.cache.forget_attr(file.inode)  # the number of freed blocks is known only now
+                self._writer.end_cut(file)
+                self._reader.changed(file)
+                self._cache.forget_attr(file.inode)  # the number of freed blocks is known only now
 
     async def _check_room(self, file: OpenInode, offset: int, length: int) -> None:
         """Raise NoSpace if the holes in the range do not fit into the free space."""
@@ -123,10 +138,10 @@ class RangeOperations(Files, Attributes):
         def room() -> bool:
             return length <= space.blocks_available * space.block_bytes
 
-        space = await self.statfs_of_pool()
+        space = await self._space.statfs_of_pool()
         if room():
             return
-        await self._settle(file.inode)
+        await self._unreported.settle(file.inode)
         place = end = offset + length
         size = min(end, file.size)
         if offset < size:
@@ -135,8 +150,8 @@ class RangeOperations(Files, Attributes):
             seen = await self._extents(file, place, size)
             length -= sum(max(0, min(last, size) - max(first, place)) for first, last in seen.runs)
             place = seen.end
-        self._statfs = None
-        space = await self.statfs_of_pool()
+        self._space.forget()
+        space = await self._space.statfs_of_pool()
         if not room():
             raise NoSpace(
                 f"{length} bytes are to be allocated, {space.blocks_available * space.block_bytes} are free"
@@ -156,10 +171,10 @@ class RangeOperations(Files, Attributes):
             raise InvalidRequest(f"{whence} is neither SEEK_DATA nor SEEK_HOLE")
         file = handle.file
         _check_locks(file)
-        await self._settle(file.inode)
+        await self._unreported.settle(file.inode)
         size = file.size
-        if offset >= size and file.attr_born_s + self.options.attr_s <= self.clock.boottime_s():
-            await self._look(file)
+        if offset >= size and file.attr_born_s + self._options.attr_s <= self._clock.boottime_s():
+            await self._inodes.look(file)
             size = file.size
         if not 0 <= offset < size:
             raise BeyondData
@@ -190,21 +205,19 @@ class RangeOperations(Files, Attributes):
 
         The caller has settled the file's writes; other writes are concurrent with this call.
         """
-        if self._extents_seen is None:
-            self._extents_seen = {}
-        now_s = self.clock.boottime_s()
+        now_s = self._clock.boottime_s()
         seen = self._extents_seen.get(file.inode)
         settled = file.written is None or not file.written.unsettled
         if (
             seen is not None
             and settled
             and seen.change == file.attr.change
-            and self.cache.is_believed(seen.born_s, EXTENTS_S)
+            and self._cache.is_believed(seen.born_s, EXTENTS_S)
             and seen.extents.begin <= place < seen.extents.end
         ):
             return seen.extents
         change = file.attr.change
-        found = await self.ranges.extents(file, place, size, now_s + self.options.deadline_s)
+        found = await self._ranges.extents(file, place, size, now_s + self._options.deadline_s)
         self._extents_seen.pop(file.inode, None)
         if settled and (file.written is None or not file.written.unsettled) and file.attr.change == change:
             self._extents_seen[file.inode] = _Seen(change, now_s, found)
@@ -234,17 +247,17 @@ class RangeOperations(Files, Attributes):
         origin, file = source.file, target.file
         for one in {id(origin): origin, id(file): file}.values():
             _check_locks(one)
-            await self.writer.store(one)
+            await self._writer.store(one)
         if origin.written is not None and origin.written.error is not None:
             # the bytes to copy do not exist; the source's own descriptor reports it too
             raise origin.written.error
-        self.writer.raise_error(file)
-        length = await self._up_to_end(origin, offset, min(length, COPY_BYTES_MAX))
+        self._writer.raise_error(file)
+        length = await self._data.up_to_end(origin, offset, min(length, COPY_BYTES_MAX))
         if length <= 0:
             return 0
         check_range(file.layout, to, length)
         if to + length > file.paid:
-            length = await self.rooms.have(file, to, to + length) - to
+            length = await self._rooms.have(file, to, to + length) - to
         if origin is file and abs(offset - to) < length:
             raise InvalidRequest("a range cannot be copied over itself")
         pieces = self._pieces(origin, offset, file, to, length)
@@ -254,11 +267,11 @@ class RangeOperations(Files, Attributes):
             else [(offset, offset + length)]
         )
         end = file.size
-        self.reader.changed(file)
+        self._reader.changed(file)
         try:
             return await self._copy_all(origin, file, pieces, runs, end)
         finally:
-            self.reader.changed(file)
+            self._reader.changed(file)
 
     def _pieces(self, origin: OpenInode, offset: int, file: OpenInode, to: int, length: int) -> list[_Piece]:
         """Split the copy at chunk borders, and by whether a store can copy the part."""
@@ -276,7 +289,7 @@ class RangeOperations(Files, Attributes):
                     step = min(step, edge)
                 elif step >= BLOCK_BYTES:
                     step -= step % BLOCK_BYTES
-                    by_store = self.ranges.one_target(
+                    by_store = self._ranges.one_target(
                         origin, source >> origin.chunk_bits, file, target >> file.chunk_bits
                     )
             step = min(step, _PIECE_BYTES if by_store else MIB)
@@ -315,11 +328,11 @@ class RangeOperations(Files, Attributes):
                 if there and piece.by_store and await self._copy_by_store(origin, file, piece):
                     return
                 for first, last in there:
-                    data = await self.chunks.read_range(origin, first, last - first)
+                    data = await self._chunks.read_range(origin, first, last - first)
                     _check_locks(origin)
                     _check_locks(file)
-                    await self.writer.write(file, piece.target + first - piece.source, data)
-                self.writer.was_copied(file, piece.target + piece.length, 0, file.cut)
+                    await self._writer.write(file, piece.target + first - piece.source, data)
+                self._writer.was_copied(file, piece.target + piece.length, 0, file.cut)
 
         tasks = [asyncio.ensure_future(one(piece)) for piece in pieces]
         try:
@@ -342,26 +355,26 @@ class RangeOperations(Files, Attributes):
         False: the store has no good bytes to copy, or the data has moved to other targets. The caller then
         reads the bytes, which finds another replica or reports the damage.
         """
-        deadline_s = self.clock.boottime_s() + self.options.deadline_s
+        deadline_s = self._clock.boottime_s() + self._options.deadline_s
         while True:
             cut = file.cut
             try:
-                place, copied = await self.ranges.copy(
+                place, copied = await self._ranges.copy(
                     origin, piece.source, file, piece.target, piece.length, deadline_s
                 )
             except (BytesLost, ChecksumMismatch, NotSupported):
                 return False
             except StaleCut:
-                if self.clock.boottime_s() > deadline_s:
+                if self._clock.boottime_s() > deadline_s:
                     raise
-                await self._refresh(file, WRITE)
+                await self._inodes.refresh(file, WRITE)
                 if file.cut == cut:
-                    await asyncio.sleep(self.options.retry_first_s)
+                    await asyncio.sleep(self._options.retry_first_s)
                 continue
             # locks lost meanwhile: other clients may have changed both files, so discard the copy
             _check_locks(origin)
             _check_locks(file)
-            self.writer.was_copied(file, piece.target + piece.length, copied, place.cut, place)
+            self._writer.was_copied(file, piece.target + piece.length, copied, place.cut, place)
             return True
 
 

@@ -8,8 +8,10 @@ A striped directory stays striped. Used by all operations on names.
 
 from __future__ import annotations
 
+from typing import Any
+
 from nvpool.client.state.metadata_cache import WIDE_FLAG
-from nvpool.client.vfs.base import VfsBase
+from nvpool.client.vfs.client_parts import ClientParts
 from nvpool.core.containers.bounded_map import too_old
 from nvpool.core.errors import SpreadDirectory
 from nvpool.core.ids import COUNTER_BITS
@@ -19,86 +21,94 @@ from nvpool.rpc.v1 import meta_pb2, wire_pb2
 _WIDE_MAX = 65536
 
 
-class StripedDirectories(VfsBase):
+class StripedDirectories:
     """The placement of names at shards."""
 
-    def __init__(self, *arguments, **named) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, parts: ClientParts) -> None:
+        self._view = parts.view
+        self._meta = parts.meta
+        self._cache = parts.cache
+        self._inodes = parts.inodes
         self._wide: dict[int, None] = {}
 
-    async def _is_spread(self, directory: int) -> bool:
+    async def is_spread(self, directory: int) -> bool:
         """Whether the directory's names are at several shards."""
-        if len(self.view.map.shards) == 1 or self.meta.name_hash is None:
+        if len(self._view.map.shards) == 1 or self._meta.name_hash is None:
             return False
         if directory in self._wide:
             return True
-        flags = self.cache.flags(directory)
+        flags = self._cache.flags(directory)
         if flags is None:
-            flags = (await self._fetch_attr(directory)).flags
+            flags = (await self._inodes.fetch(directory)).flags
         if flags & WIDE_FLAG:
-            self._learn_wide(directory)
+            self.learn_wide(directory)
         return bool(flags & WIDE_FLAG)
 
-    def _is_together(self, directory: int) -> bool:
+    def is_together(self, directory: int) -> bool:
         """Whether the directory's names are surely at its own shard. Sends no request."""
-        if len(self.view.map.shards) == 1 or self.meta.name_hash is None:
+        if len(self._view.map.shards) == 1 or self._meta.name_hash is None:
             return True
-        flags = self.cache.flags(directory) if directory not in self._wide else None
+        flags = self._cache.flags(directory) if directory not in self._wide else None
         return flags is not None and not flags & WIDE_FLAG
 
-    def _learn_wide(self, directory: int) -> None:
+    def learn_wide(self, directory: int) -> None:
+        """Record that the directory is striped, as a shard said."""
         self._wide[directory] = None
         for old in too_old(self._wide, _WIDE_MAX):
             del self._wide[old]
 
-    async def _place(self, parent: int, name: bytes) -> tuple[int, bool]:
+    def forget_wide(self) -> None:
+        """Forget which directories are striped: their shards say it again."""
+        self._wide.clear()
+
+    async def place(self, parent: int, name: bytes) -> tuple[int, bool]:
         """An inode number at the shard that has the name, and `spread` for the request.
 
         `spread`: whether the hash of the name determines the shard.
         """
-        if not await self._is_spread(parent):
+        if not await self.is_spread(parent):
             return parent, False
-        return _number_at(parent, self.meta.name_hash(parent, name)), True
+        return _number_at(parent, self._meta.name_hash(parent, name)), True
 
-    def _place_now(self, parent: int, name: bytes) -> tuple[int, bool] | None:
-        """As `_place`, from cached data alone; None if a request is needed."""
-        name_hash = self.meta.name_hash
-        if len(self.view.map.shards) == 1 or name_hash is None:
+    def place_now(self, parent: int, name: bytes) -> tuple[int, bool] | None:
+        """As `place`, from cached data alone; None if a request is needed."""
+        name_hash = self._meta.name_hash
+        if len(self._view.map.shards) == 1 or name_hash is None:
             return parent, False
         if parent not in self._wide:
-            flags = self.cache.flags(parent)
+            flags = self._cache.flags(parent)
             if flags is None:
                 return None
             if not flags & WIDE_FLAG:
                 return parent, False
-            self._learn_wide(parent)
+            self.learn_wide(parent)
         return _number_at(parent, name_hash(parent, name)), True
 
-    async def _ask_name(self, method: int, request, reply_type):
+    async def ask_name(self, method: int, request: meta_pb2.LookupRequest, reply_type: type[Any]) -> Any:
         """Send a query about the name `request.name` in `request.parent`; return the reply."""
         while True:
-            place, request.spread = await self._place(request.parent, request.name)
+            place, request.spread = await self.place(request.parent, request.name)
             try:
-                return await self.meta.ask(place, method, request, reply_type)
+                return await self._meta.ask(place, method, request, reply_type)
             except SpreadDirectory:
-                self._learn_wide(request.parent)
+                self.learn_wide(request.parent)
 
-    async def _ask_step(self, request: meta_pb2.ListDirRequest) -> meta_pb2.ListDirReply:
+    async def ask_step(self, request: meta_pb2.ListDirRequest) -> meta_pb2.ListDirReply:
         """Fetch the next entries of a listing from their shard. Only the last reply has no entries."""
         directory = request.inode
         while True:
-            place, request.spread = directory, await self._is_spread(directory)
+            place, request.spread = directory, await self.is_spread(directory)
             if request.spread:
                 place = _number_at(
                     directory,
-                    self.meta.name_hash(directory, request.name)
+                    self._meta.name_hash(directory, request.name)
                     if request.name
                     else cursor_parts(request.cursor)[0],
                 )
             try:
-                reply = await self.meta.ask(place, wire_pb2.META_LIST, request, meta_pb2.ListDirReply)
+                reply = await self._meta.ask(place, wire_pb2.META_LIST, request, meta_pb2.ListDirReply)
             except SpreadDirectory:
-                self._learn_wide(directory)
+                self.learn_wide(directory)
                 continue
             if not reply.next:
                 return reply

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.vfs_types import FileHandle
-from nvpool.client.vfs.files import Files, rights_of
-from nvpool.client.vfs.locks import LockKey
+from nvpool.client.vfs.client_parts import ClientParts
+from nvpool.client.vfs.files import rights_of
+from nvpool.client.vfs.locks import FileLocks, LockKey
 from nvpool.core.errors import NotFound, NvpoolError, Unavailable
 from nvpool.core.ids import LIFE_BITS
 from nvpool.core.posix.byte_range_locks import laid
@@ -36,8 +37,20 @@ class PredecessorFile(NamedTuple):
     flags: int
 
 
-class Takeover(Files):
+class Takeover:
     """The takeover of a previous process's open files, locks and writes."""
+
+    def __init__(self, parts: ClientParts, locks: FileLocks) -> None:
+        self._clock = parts.clock
+        self._kept = parts.kept
+        self._keeping = parts.keeping
+        self._meta = parts.meta
+        self._cache = parts.cache
+        self._chunks = parts.chunks
+        self._writer = parts.writer
+        self._rooms = parts.rooms
+        self._inodes = parts.inodes
+        self._locks = locks
 
     async def take_over(self, opened: Iterable[PredecessorFile]) -> dict[int, FileHandle]:
         """Open the previous process's files again; return the handles by number.
@@ -47,20 +60,20 @@ class Takeover(Files):
 
         Called once, before any other operation of this client. Waits for the metadata service.
         """
-        memory, opened = self.kept, list(opened)
+        memory, opened = self._kept, list(opened)
         life = memory.word(Word.LIVES) + 1
         memory.set_word(Word.LIVES, life)
         # Greater than the numbers of earlier processes, whose session continues: otherwise stores would take
         # our requests for replays.
-        self.chunks.sequence = life << LIFE_BITS
-        self.writer.flushes_all(bool(memory.word(Word.UNSTABLE)))
-        left = self.keeping.left()
+        self._chunks.sequence = life << LIFE_BITS
+        self._writer.flushes_all(bool(memory.word(Word.UNSTABLE)))
+        left = self._keeping.left()
         rights: dict[int, int] = {}
         for before in opened:
             rights[before.inode] = rights.get(before.inode, 0) | rights_of(before.flags)
         for inode in left:
             rights.setdefault(inode, 3)
-        self.meta.take_over(list(rights))
+        self._meta.take_over(list(rights))
         gate = asyncio.Semaphore(_QUERIES_IN_PARALLEL)
         found = dict(
             await asyncio.gather(*(self._hold_again(gate, inode, wanted) for inode, wanted in rights.items()))
@@ -75,8 +88,8 @@ class Takeover(Files):
         for inode, kept in left.items():
             file = found[inode]
             if not file.lost:
-                self.writer.take_over(file, kept)
-                self.rooms.take_over(file)
+                self._writer.take_over(file, kept)
+                self._rooms.take_over(file)
             elif kept.pieces or kept.stored_end:
                 log.error(
                     "%d writes to inode %d are dropped: it is gone, or cannot be asked for",
@@ -90,8 +103,8 @@ class Takeover(Files):
         request = meta_pb2.GetAttrRequest(inode=inode, rights=rights)
         try:
             async with gate:
-                sent_s = self.clock.boottime_s()
-                entry = await self.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
+                sent_s = self._clock.boottime_s()
+                entry = await self._meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
         except NvpoolError as error:
             log.error("inode %d was open and cannot be used any more: %s", inode, error)
             file = OpenInode(Attr(inode=inode, chunk_bits=_LOST_CHUNK_BITS))
@@ -101,15 +114,15 @@ class Takeover(Files):
             return inode, file
         file = OpenInode(entry.attr)
         file.opened = 1
-        self.cache.open[inode] = file
-        self.cache.put_attr(entry.attr)
-        file.adopt_grant(entry.grant, self.clock.wall_ns() // 1_000_000)
-        self._leased(entry, sent_s)
+        self._cache.open[inode] = file
+        self._cache.put_attr(entry.attr)
+        file.adopt_grant(entry.grant, self._clock.wall_ns() // 1_000_000)
+        self._inodes.take_lease(entry, sent_s)
         return inode, file
 
     async def _take_over_locks(self, handles: dict[int, FileHandle]) -> None:
         """Restore the locks that the service records for this client's owners."""
-        memory = self.kept
+        memory = self._kept
         keys: dict[LockKey, list[tuple[int, int]]] = {}
         for index, inode, owner, number, kind in memory.locks.valid():
             keys.setdefault(LockKey(inode, kind, owner), []).append((index, number))
@@ -121,7 +134,7 @@ class Takeover(Files):
                 for lock in locks or ()
                 if (lock.kind, lock.owner) == (key.kind, key.owner) and not lock.waits
             ]
-            owned = self._own(key) if spans else None
+            owned = self._locks.add_owner(key) if spans else None
             for index, number in records:
                 handle = handles.get(number)
                 if owned is not None and handle is not None:
@@ -131,7 +144,7 @@ class Takeover(Files):
                     memory.locks.give_back(index)
             for lock in spans:
                 laid(owned.spans, lock.start, lock.end, lock.mode, lock.pid).apply(owned.spans)
-            file = self.cache.open.get(key.inode)
+            file = self._cache.open.get(key.inode)
             if locks is None and file is not None:
                 file.lost = True
 
@@ -139,13 +152,13 @@ class Takeover(Files):
         """This client's locks on the inode. None if they ended with the session, or cannot be determined."""
         request = meta_pb2.LocksRequest(inode=inode)
         try:
-            reply = await self.meta.ask(inode, wire_pb2.META_LOCKS, request, meta_pb2.LocksReply)
+            reply = await self._meta.ask(inode, wire_pb2.META_LOCKS, request, meta_pb2.LocksReply)
         except NotFound:
             return []
         except NvpoolError as error:
             log.error("the locks held on inode %d cannot be determined: %s", inode, error)
             return None
-        if not self.meta.was_taken_up(inode):
+        if not self._meta.was_taken_up(inode):
             return None
         if reply.more:
             log.error(
@@ -155,6 +168,6 @@ class Takeover(Files):
         return [lock for lock in reply.locks if lock.session == request.session]
 
     def _drop_left(self, kept) -> None:
-        self.keeping.drop([piece.record for piece in kept.pieces])
+        self._keeping.drop([piece.record for piece in kept.pieces])
         if kept.entry >= 0:
-            self.kept.files.give_back(kept.entry)
+            self._kept.files.give_back(kept.entry)

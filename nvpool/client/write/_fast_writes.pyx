@@ -300,11 +300,10 @@ cdef class Closing:
             return
         self.asked = False
         state = self.state
-        vfs = self.writes.vfs
         file = self.written.file
         try:
             self.was_reported()
-            vfs._reported(file, self.reported_wrote, answer)
+            self.writes.reports.reported(file, self.reported_wrote, answer)
         finally:
             if state.generation == self.generation:
                 state.slots.append((self.slot, self.sequence))
@@ -313,12 +312,12 @@ cdef class Closing:
 
     cdef object go_on(self):
         """Convert the report into a `SubmittedChange` request, which continues on the slow path."""
-        vfs, file, state = self.writes.vfs, self.written.file, self.state
-        request = vfs.report_request(file, self.reported_cut, self.reported_end, self.reported_stored, self.reported_wrote)
+        reports, file, state = self.writes.reports, self.written.file, self.state
+        request = reports.report_request(file, self.reported_cut, self.reported_end, self.reported_stored, self.reported_wrote)
         change = request.change
         # the session in which it was sent: there may be a newer one by now, which must not be refused for it
         change.session, change.slot, change.sequence, change.map_epoch = self.session, self.slot, self.sequence, self.epoch
-        on_end = partial(vfs._begun_reported, file, self.reported_wrote, self.reported)
+        on_end = partial(reports.begun_reported, file, self.reported_wrote, self.reported)
         begun = SubmittedChange(self.writes.meta, on_end, file.inode, report_method, request, meta_pb2.AttrReply, file, 0, state,
                       self.slot, self.sequence, self.deadline_s)
         begun.was_sent(BegunSent(b"", 0.0, self.deadline_s, self.connection, self.request, state, self.slot, self.sequence,
@@ -395,7 +394,7 @@ cdef class Closing:
 
 cdef class FastWrites:
     """The fast writes and closes of one client with mount state."""
-    cdef object writer, vfs, meta, chunks, dialer, keeping, memory, arena, pieces, files, clock, contents
+    cdef object writer, reader, reports, meta, chunks, dialer, keeping, memory, arena, pieces, files, clock, contents
     cdef dict open_files
     cdef set begun
     cdef bint is_system
@@ -405,15 +404,16 @@ cdef class FastWrites:
     cdef uint8_t *base
     cdef Py_ssize_t payloads_at, files_at, pieces_at
 
-    def __init__(self, vfs):
-        writer = self.writer = vfs.writer
-        self.vfs, self.meta, self.chunks, self.dialer = vfs, vfs.meta, vfs.chunks, vfs.chunks._dialer
+    def __init__(self, parts):
+        writer = self.writer = parts.writer
+        self.reader, self.reports = parts.reader, parts.reports
+        self.meta, self.chunks, self.dialer = parts.meta, parts.chunks, parts.chunks._dialer
         self.keeping, self.memory = writer._keeping, writer._keeping.memory
         self.arena, self.pieces, self.files = self.memory.arena, self.memory.writes, self.memory.files
         self.clock, self.is_system = writer._clock, type(writer._clock) is SystemClock
         self.open_files, self.begun = writer._files, writer._begun
         self.patience_s, self.held_max = writer._options.deadline_s, writer._options.write_buffer_bytes
-        self.flight_max, self.contents = writer._options.write_flight_bytes, vfs.reader._contents._kept
+        self.flight_max, self.contents = writer._options.write_flight_bytes, parts.reader._contents._kept
         self.meta_patience_s = self.meta._options.deadline_s
         PyObject_GetBuffer(self.memory._memory, &self.kept, PyBUF_WRITABLE)
         self.base = <uint8_t *>self.kept.buf
@@ -475,7 +475,7 @@ cdef class FastWrites:
         return closing
 
     def take(self, handle, offset, buffer, unique):
-        """As Files.write_now: accept and send the write; return whether it was accepted.
+        """As FileData.write_now: accept and send the write; return whether it was accepted.
 
         False: no side effect.
         """
@@ -597,7 +597,7 @@ cdef class FastWrites:
         written.sending = {zero: [segment]}
         file.fetching = None
         if file.ahead or file.inode in self.contents:
-            self.vfs.reader.changed(file)
+            self.reader.changed(file)
         # Send the write to the store.
         (<dict>chunks.counters)["writes"] += 1
         sequence = chunks.sequence + 1

@@ -27,13 +27,13 @@ _fast_writes = load_compiled("nvpool.client.write._fast_writes")
 
 
 class JournaledClient(Protocol):
-    """A client (vfs/filesystem) that may have a crash journal; the compiled module reads its other parts."""
+    """A client (vfs/client_parts) that may have a crash journal; the compiled module reads its other parts."""
 
     @property
     def keeping(self) -> CrashJournal | None:
         """The crash journal. None without mount state."""
 
 
-def plain_writes(vfs: JournaledClient) -> Any:
+def plain_writes(parts: JournaledClient) -> Any:
     """The value of Writer.plain for this client. None without a compiled module or without mount state."""
-    return _fast_writes.FastWrites(vfs) if _fast_writes is not None and vfs.keeping is not None else None
+    return _fast_writes.FastWrites(parts) if _fast_writes is not None and parts.keeping is not None else None

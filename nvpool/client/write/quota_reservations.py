@@ -7,7 +7,7 @@ volume, a write beyond the file's reservation takes from the client's reservatio
 that is too small, the client asks for more, in slices. Unused reservations are released within two seconds
 after the last write that made a file longer, or with the session. The service forgets reservations when it
 restarts and when a partition moves: then each client reports its reservations again, before the service
-grants new ones. Owned by `vfs/base`; used by the operations that make files longer.
+grants new ones. Owned by `vfs/client_parts`; used by the operations that make files longer.
 """
 
 from __future__ import annotations

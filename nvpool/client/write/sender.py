@@ -325,7 +325,7 @@ class WriteSender:
     def begin_flush(
         self, file: OpenInode, on_end: OnEnd, otherwise: Callable[[], Coroutine]
     ) -> CloseFlush | bool | None:
-        """As Files.begin_flush. `otherwise` makes the coroutine of the slow path."""
+        """As FileData.begin_flush. `otherwise` makes the coroutine of the slow path."""
         written = file.written
         if (
             written.flushing is not None

@@ -47,7 +47,7 @@ class Writer(WriteSender):
     """The writeback buffer of a client.
 
     `refresh(file, rights)` fetches new attributes and a grant. `report(file, end, bytes, wrote, sync)`
-    reports to the service and caches the attributes of the reply. `begin_report` is defined in `vfs/base`.
+    reports to the service and caches the attributes of the reply. `begin_report` is that of WriteReports.
     """
 
     def __init__(

@@ -298,13 +298,13 @@ cdef class CachedReplies:
         self._paged, self._withdrawn = ops.cached_pages.paged, ops.cached_names.withdrawn
         self._opens, self._squashes_root = not ops.options.writeback, vfs.squashes_root
         self._fd, self._buffer, self._spent = engine._fd, engine._buffer, engine.spent
-        self._files, self._sent_changes, self._seen, self._owners = ops.files.by_handle, ops.cached_names.sent_changes, ops.cached_pages.seen, vfs._owners
+        self._files, self._sent_changes, self._seen, self._owners = ops.files.by_handle, ops.cached_names.sent_changes, ops.cached_pages.seen, vfs.locks.owners
         self._open, self._attrs, self._entries, self._whole = cache.open, cache._attrs, cache._entries, cache._whole
         self._leases_by_inode, self._directories = vfs.leases._leases, vfs.lookup_prefetch._directories
         self._clock = vfs.clock
         self._is_system = type(vfs.clock) is SystemClock
         self._is_subtree = is_subtree
-        self._fresh_s, self._absent_s = vfs.options.fresh_s, vfs._absent_s
+        self._fresh_s, self._absent_s = vfs.options.fresh_s, vfs.lookups.absent_s
         self._has_entry_timeout = ops.options.entry_timeout_s > 0
         self._has_negative_timeout = ops.options.negative_timeout_s > 0
         self._attr_s, self._attr_ns = engine._keep_attr
@@ -454,7 +454,7 @@ cdef class CachedReplies:
         return born_s >= from_s
 
     cdef object attr(self, object inode, double age_s, double now_s, bint is_for_kernel):
-        """Compiled `MetadataCache.attr`; if `is_for_kernel`, `NamespaceOperations.getattr_now`.
+        """Compiled `MetadataCache.attr`; if `is_for_kernel`, `Lookups.getattr_now`.
 
         Returns a record if a listing had it.
         """
@@ -655,7 +655,7 @@ cdef class CachedReplies:
         except Exception:
             self._seen.pop(inode, None)
             handle.closed = True
-            self._vfs._let_go(file)
+            self._vfs.files.let_go(file)
             raise
         assign(handle, handle_number, key)
         self._files[key] = handle

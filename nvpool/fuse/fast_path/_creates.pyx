@@ -475,7 +475,7 @@ cdef class Creates(PendingReply):
             return False
         cdef bytes name = PyBytes_FromStringAndSize(<const char *>create.name, create.name_bytes)
         parent_key = create.parent
-        if not self.is_single and not self.vfs._is_together(parent_key):
+        if not self.is_single and not self.vfs.stripes.is_together(parent_key):
             return False
         if create.truncate and not create.exclusive and self.writer.busy and self.vfs.may_be_written(parent_key, name):
             return False
@@ -711,7 +711,7 @@ cdef class Creates(PendingReply):
         if len(attrs) > self.cached_max:
             trim(attrs, self.cached_max)
         if found is NULL:
-            self.vfs._made_in(parent, directory.size)
+            self.vfs.complete_dirs.made_in(parent, directory.size)
         # What the kernel was given.
         if self.names_count:
             naming = names.naming

@@ -524,7 +524,7 @@ cdef class SmallFileReads(PendingReply):
         engine = self.engine
         one.is_done = True
         if get(one.file, file_unreported) and not self.keeps_bytes(get(one.file, file_inode), now_s):
-            # The shard may not know of the open that this read belongs to; Files.read handles that.
+            # The shard may not know of the open that this read belongs to; FileData.read handles that.
             engine.read_otherwise(one.unique, one.handle, one.offset, one.size)
             return 0
         self.read_bytes += length

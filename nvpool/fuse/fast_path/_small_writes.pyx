@@ -88,7 +88,7 @@ cdef class SmallWrites:
 
     def __init__(self, engine, ops, vfs, Py_ssize_t in_work_max):
         self.engine, self.ops, self.vfs, self.in_work_max = engine, ops, vfs, in_work_max
-        self.writer, self.plain, self.owners = vfs.writer, vfs.writer.plain, vfs._owners
+        self.writer, self.plain, self.owners = vfs.writer, vfs.writer.plain, vfs.locks.owners
         self.changes, self.pages, self.file_writes = ops.changes, ops.cached_pages, ops.writes
         self.files, self.paged = ops.files.by_handle, ops.cached_pages.paged
         self.buffer, self.fd = engine._buffer, engine._fd
@@ -162,7 +162,7 @@ cdef class SmallWrites:
             return False
         flushing = PendingFlush.__new__(PendingFlush)
         flushing.writes, flushing.unique, flushing.inode = self, head.unique, file.inode
-        begun = self.writer.begin_flush(file, flushing, partial(self.vfs._flush, handle))
+        begun = self.writer.begin_flush(file, flushing, partial(self.vfs.data.flush_writes, handle))
         if begun is None:
             return False
         if begun is True:

@@ -24,7 +24,7 @@ from typing import Any
 
 from nvpool.client.rpc.change_fast_path import SentChange
 from nvpool.client.state.vfs_types import Caller
-from nvpool.client.vfs.files import Files
+from nvpool.client.vfs.filesystem import Vfs
 from nvpool.core.compiled_loader import load_compiled
 from nvpool.fuse.fast_path.local_reads import LocalReadPath
 from nvpool.fuse.ops.inline_completions import Creating
@@ -39,7 +39,7 @@ class CreateFastPath(LocalReadPath):
     """
 
     _creates: Any = None
-    _files: Files
+    _vfs: Vfs
 
     def _begin_plain_reads(self) -> None:
         super()._begin_plain_reads()
@@ -47,8 +47,8 @@ class CreateFastPath(LocalReadPath):
         if _creates is None or not ops.view.is_plain or ops.kept is None:
             return
         vfs = ops.knows_by
-        if isinstance(vfs, Files) and ops.clock is vfs.clock:
-            self._files = vfs
+        if isinstance(vfs, Vfs) and ops.clock is vfs.clock:
+            self._vfs = vfs
             self._creates = _creates.Creates(self, ops, vfs, self.in_work_max)
 
     def _on_create(self, count: int) -> None:
@@ -75,7 +75,7 @@ class CreateFastPath(LocalReadPath):
         """Continue, on the slow path, a file creation that was started there."""
         ops = self._ops
         creating = Creating(ops.files, parent, name, flags, caller, unique)
-        creating.begun = self._files.go_on_creating(sent, parent, name, mode, flags, caller, unique, creating)
+        creating.begun = self._vfs.go_on_creating(sent, parent, name, mode, flags, caller, unique, creating)
         creating.on_end = partial(self._step_ended, unique, "create", self._created)
         self._work[unique] = creating, *self._work[unique][1:]
         creating.hold()

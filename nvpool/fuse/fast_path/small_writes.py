@@ -5,7 +5,7 @@ compiled module was built (`_writes`); the reference implementation is the slow 
 fuse/dispatch, fuse/ops and client/vfs/files, which does the same.
 
 The fast path covers a request that is not resent, of this process, by a caller that drops no set-id bits; and
-a FLUSH of a file without locks here, which starts as `Files.begin_flush` says. All other requests are left to
+a FLUSH of a file without locks here, which starts as `FileData.begin_flush` says. All other requests are left to
 the slow path without side effects; errors are reported by it.
 
 WriteFastPath is the part of fuse/kernel/connection that uses this, on its loop.

@@ -939,7 +939,7 @@ def test_df_keeps_the_last_report_of_a_silent_target(monkeypatch):
             before = await case.vfs.statfs()
             monkeypatch.setattr(attributes, "STATFS_AGE_S", 0.0)
             monkeypatch.setattr(attributes, "STATFS_SILENT_S", 0.1)
-            case.vfs._statfs = None
+            case.vfs.space.forget()
             case.stores[0].fault = silent
             assert await case.vfs.statfs() == before
             other = await case.pool.client("second", FAST._replace(deadline_s=0.3))

@@ -408,7 +408,7 @@ def test_write_without_the_key_is_refused(tmp_path):
                     assert bool(inode.grant[1] & ENCRYPTED) == inode.encrypted == (path != "/plain")
                     await file.write(0, b"good")
                     await file.flush()
-                    await fs.vfs._refresh(inode, WRITE)
+                    await fs.vfs.parts.inodes.refresh(inode, WRITE)
                     keys, inode.encrypted = inode.key, False
                     inode.key = None if keys is not None else (await wrapped(fs))
                     with pytest.raises(InvalidRequest):

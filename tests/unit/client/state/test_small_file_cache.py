@@ -235,7 +235,7 @@ def test_next_names_are_prefetched_before_the_last_look_up():
 
             asked, sent = await case.counted(stat_all())
             assert asked <= 10 and sent["META_LIST"] <= 10 and sent["META_LOOKUP"] <= 4
-            assert not case.one._renewals
+            assert not case.one.parts.tasks.running
 
     run(main())
 
@@ -273,7 +273,7 @@ def test_failed_prefetch_falls_back_to_single_look_ups():
             case.one.meta.ask = ask_or_fail
             for name in names:
                 assert (await case.one.lookup(parent, name)).mode & 0o777 == 0o644
-            assert not case.one._renewals
+            assert not case.one.parts.tasks.running
 
     run(main())
 

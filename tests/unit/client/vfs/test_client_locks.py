@@ -225,7 +225,7 @@ def test_grant_that_crosses_an_interrupt_is_undone(before):
                 await taking
             await c.until_held(before)
             await c.here.setlk(c.mine, 1, *ALL, UNLOCKED)
-            assert await c.held() == [] and not c.here._owned
+            assert await c.held() == [] and not c.here.locks.owned
 
     run(main())
 
@@ -529,15 +529,17 @@ def test_clients_agree_with_the_shard_on_locks(seed):
                 await c.pool.start_shard()
             await asyncio.gather(*working)
             for vfs in (c.here, c.there):
-                for key in list(vfs._owned):
-                    vfs._end(key, await vfs._begin(key))  # interrupted requests have been undone
+                for key in list(vfs.locks.owned):
+                    vfs.locks.unclaim(
+                        key, await vfs.locks.claim(key)
+                    )  # interrupted requests have been undone
                 for _ in range(1000):
-                    if not any(owned.doubtful or owned.asking.locked() for owned in vfs._owned.values()):
+                    if not any(owned.doubtful or owned.asking.locked() for owned in vfs.locks.owned.values()):
                         break
                     await asyncio.sleep(0.01)
                 known = {
                     (vfs.meta.session_of(c.inode), key.owner): owned.spans
-                    for key, owned in vfs._owned.items()
+                    for key, owned in vfs.locks.owned.items()
                 }
                 file = c.pool.meta._view.locks.files.get(c.inode)
                 has = {

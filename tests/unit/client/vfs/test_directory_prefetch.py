@@ -49,7 +49,7 @@ async def find(vfs, parent: int, name: bytes):
 
 
 async def settled(vfs) -> None:
-    while vfs._renewals:  # noqa: ASYNC110
+    while vfs.parts.tasks.running:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
@@ -258,7 +258,7 @@ def test_stopped_shard_leaves_no_error():
             for name in names[:31]:
                 await find(case.one, there, name)
             case.one.begin_lookup(there, names[31]).cancel()
-            assert case.one._renewals
+            assert case.one.parts.tasks.running
             await case.pool.stop_shard()
             await settled(case.one)
             await case.pool.start_shard()

@@ -185,7 +185,7 @@ def test_unusual_reply_makes_each_look_up_a_request(answer):
             case.answer = lambda call: answer(call) or True
             found = await begun(case.one, [b"a", b"b", b"nothing"])
             assert [one.size for one in found[:2]] == [3, 3] and type(found[2]) is NotFound
-            assert not case.one._renewals
+            assert not case.one.parts.tasks.running
 
     run(main())
 
@@ -482,7 +482,7 @@ def test_bytes_read_without_a_lease_are_validated():
                 await outcome_of(case.one.begin_read(gone, 0, 7))
             for handle in (kept, gone):
                 await case.one.release(handle)
-            assert not case.one._renewals
+            assert not case.one.parts.tasks.running
 
     run(main())
 

@@ -126,7 +126,8 @@ def test_removed_shard_has_no_stripe_attributes():
         for method in (wire_pb2.META_PARTS, wire_pb2.META_SYNC):
             meta._routes[method] = asked.append
         calls = [
-            asyncio.create_task(call) for call in (vfs._fetch_attr(wide.inode), vfs.fsyncdir(wide.inode))
+            asyncio.create_task(call)
+            for call in (vfs.parts.inodes.fetch(wide.inode), vfs.fsyncdir(wide.inode))
         ]
         async with asyncio.timeout(60):
             while len(asked) < len(calls):  # noqa: ASYNC110 (no notification)
@@ -380,12 +381,12 @@ def test_directory_becomes_striped_while_clients_use_it():
             await vfs.spread(wide.inode, ME)
         await vfs.unlink(wide.inode, b"first", ME)
         await vfs.spread(wide.inode, ME)
-        wide.other._wide.clear()
+        wide.other.stripes.forget_wide()
         made = {}
         for number in range(12):
             name = b"name%d" % number
             made[name] = await wide.make(name, (vfs, wide.other)[number % 2])
-            wide.other._wide.clear()
+            wide.other.stripes.forget_wide()
             assert (await wide.other.lookup(wide.inode, name)).inode == made[name]
         assert {vfs.meta.shard_of(inode) for inode in made.values()} == set(SHARDS)
         assert await wide.names(wide.other) == await wide.names() == made

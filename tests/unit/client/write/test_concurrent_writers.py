@@ -114,7 +114,7 @@ def test_listing_overtaken_by_a_flush_shows_the_new_size(opened_again):
             vfs = (await pool.client("one")).vfs
             attr, handle = await vfs.create(ROOT_INODE, b"file", 0o644, os.O_RDWR, ME)
             await vfs.write(handle, 0, b"written")
-            answered, go_on, ask = asyncio.Event(), asyncio.Event(), vfs._ask_list
+            answered, go_on, ask = asyncio.Event(), asyncio.Event(), vfs.pages.fetch
 
             async def overtaken(request):
                 answer = await ask(request)
@@ -122,7 +122,7 @@ def test_listing_overtaken_by_a_flush_shows_the_new_size(opened_again):
                 await go_on.wait()
                 return answer
 
-            vfs._ask_list = overtaken
+            vfs.pages.fetch = overtaken
             listing = asyncio.ensure_future(vfs.readdir(await vfs.opendir(ROOT_INODE), 0, 100))
             await answered.wait()
             await vfs.flush(handle)

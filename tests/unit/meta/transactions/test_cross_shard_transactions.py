@@ -320,7 +320,7 @@ def test_cross_shard_change_notifies_only_other_clients():
                 other.leases.held(inode) is None or vfs.leases.held(inode) is None
             ):  # no lease is granted soon after a change
                 await asyncio.sleep(0.1)
-                await asyncio.gather(vfs._fetch_attr(inode), other._fetch_attr(inode))
+                await asyncio.gather(vfs.parts.inodes.fetch(inode), other.parts.inodes.fetch(inode))
         await vfs.rename(at[3], b"f", at[2], b"f", 0, ME)
         await vfs.rename(at[2], b"f", at[1], b"f", 0, ME)
         assert inode in notified["second"] and inode not in notified["first"]
