@@ -17,7 +17,8 @@ from nvpool.core.ids import ROOT_INODE, partition_of
 from nvpool.core.units import PARTITION_COUNT
 from nvpool.kv.api import Kv
 from nvpool.meta import dump
-from nvpool.meta.fsck.walker import Fsck, Mend, ShardProblem
+from nvpool.meta.fsck.findings import Mend, ShardProblem
+from nvpool.meta.fsck.walker import Fsck
 from nvpool.meta.state import records
 from nvpool.meta.state.id_allocation import Numbers
 from nvpool.meta.state.striped_dirs import StripeCounts, decode_part, take_in

@@ -1,51 +1,93 @@
 """Checks of all records except names: attributes, orphans, truncations, locks, sessions, transactions.
 
-A part of `meta/fsck/walker`, which does the walk and owns all state used here.
+Used by `meta/fsck/walker`, which does the walk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from nvpool.core.errors import CorruptRecord, InvalidRequest, TooBig
 from nvpool.core.posix import acl
 from nvpool.core.posix.byte_range_locks import LockRange
+from nvpool.kv.api import Kv
+from nvpool.meta.fsck.findings import Effects, Findings
+from nvpool.meta.fsck.present_inodes import PresentInodes, changed
+from nvpool.meta.gc.collector import Collector
+from nvpool.meta.sessions.table import Sessions
 from nvpool.meta.state import records
 from nvpool.meta.state.lock_table import Owner
 from nvpool.meta.state.records import Inode
 from nvpool.meta.state.session_records import decode_session, decode_slot
+from nvpool.meta.state.transaction import View
 from nvpool.meta.state.transaction_records import decode_decision, decode_held, id_of_key
 
 
-class OtherRecords:
-    """Part of `Fsck` for records other than names."""
+class RecordChecks:
+    """Checks of records that are neither inodes nor names."""
+
+    def __init__(
+        self,
+        kv: Kv,
+        view: View,
+        sessions: Sessions,
+        collector: Collector,
+        begin_cut: Callable[[int, records.Intent], object],
+        inodes: PresentInodes,
+        findings: Findings,
+        count_orphan: Callable[[int, bytes], None],
+    ) -> None:
+        """`count_orphan(number, record)` counts an orphan of the walk's snapshot in its volume."""
+        self._kv = kv
+        self._view = view
+        self._sessions = sessions
+        self._collector = collector
+        self._begin_cut = begin_cut
+        self._inodes = inodes
+        self._findings = findings
+        self._count_orphan = count_orphan
+
+    def checks(self) -> dict[int, Callable[[bytes, bytes], None]]:
+        """Checks by kind of record."""
+        return {
+            records.XATTR: self._xattr,
+            records.ORPHAN: self._orphan,
+            records.COLLECT: self._collect,
+            records.INTENT: self._intent,
+            records.LOCK: self._lock,
+            records.SESSION: self._session,
+            records.SLOT: self._slot,
+            **dict.fromkeys((records.HELD, records.DECIDED), self._cross_shard_record),
+        }
 
     def _xattr(self, key: bytes, raw: bytes) -> None:
         number = records.inode_of_key(key)
         try:
             records.decode_xattr(raw)
         except CorruptRecord as error:
-            self._lay_aside(
+            self._findings.lay_aside(
                 key,
                 raw,
                 f"attribute {key[9:]!r} of inode {number}: {error}",
                 lambda: self._one_xattr_less(number),
             )
             return
-        inode = self._current(number)
+        inode = self._inodes.current(number)
         if self._kv.get(key) is None:
             return
         if inode is None:
-            self._found(
+            self._findings.found(
                 "xattr",
                 f"attribute {key[9:]!r} belongs to inode {number}, which is not there",
                 lambda: [(key, None)],
             )
         elif not inode.flags & records.HAS_XATTRS:
 
-            def mark() -> list:
+            def mark() -> Effects:
                 inode.flags |= records.HAS_XATTRS
-                return [self._put(inode)]
+                return [changed(inode)]
 
-            self._found("xattr", f"inode {number} has attributes and is not marked so", mark)
+            self._findings.found("xattr", f"inode {number} has attributes and is not marked so", mark)
         if inode is not None and key[9:] in acl.NAMES:
             self._acl(key, records.decode_xattr(raw), inode)
 
@@ -61,16 +103,16 @@ class OtherRecords:
                 raise InvalidRequest("only a directory has a default list" if found else "it is empty")
         except (InvalidRequest, TooBig) as error:
 
-            def drop() -> list:
+            def drop() -> Effects:
                 if len(self._kv.scan(*records.xattr_range(inode.number), 2)) == 1:
                     inode.flags &= ~records.HAS_XATTRS
                 if not any(
                     self._kv.get(records.xattr_key(inode.number, other)) for other in acl.NAMES - {key[9:]}
                 ):
                     inode.flags &= ~records.HAS_ACL
-                return [self._put(inode), (key, None)]
+                return [changed(inode), (key, None)]
 
-            self._found(
+            self._findings.found(
                 "acl",
                 f"the access control list {key[9:]!r} of inode {inode.number} is not valid: {error}",
                 drop,
@@ -78,64 +120,66 @@ class OtherRecords:
             return
         if not inode.flags & records.HAS_ACL:
 
-            def mark() -> list:
+            def mark() -> Effects:
                 inode.flags |= records.HAS_ACL
-                return [self._put(inode)]
+                return [changed(inode)]
 
-            self._found("acl", f"inode {inode.number} has an access control list and is not marked so", mark)
+            self._findings.found(
+                "acl", f"inode {inode.number} has an access control list and is not marked so", mark
+            )
         if key[9:] == acl.ACCESS and acl.mode_of(found) != inode.mode & 0o777:
 
-            def follow() -> list:
+            def follow() -> Effects:
                 return [(key, records.XATTR_HEAD + acl.encode_acl(acl.changed_by_mode(found, inode.mode)))]
 
-            self._found(
+            self._findings.found(
                 "acl",
                 f"the access control list of inode {inode.number} and its mode {inode.mode & 0o777:o} differ",
                 follow,
             )
 
-    def _one_xattr_less(self, number: int) -> list:
-        inode = self._current(number)
+    def _one_xattr_less(self, number: int) -> Effects:
+        inode = self._inodes.current(number)
         if inode is None or len(self._kv.scan(*records.xattr_range(number), 2)) > 1:
             return []
         inode.flags &= ~records.HAS_XATTRS
-        return [self._put(inode)]
+        return [changed(inode)]
 
     def _orphan(self, key: bytes, raw: bytes) -> None:
         number = records.inode_of_key(key)
         self._count_orphan(number, raw)
         if (now := self._kv.get(key)) is None:
             return
-        inode = self._current(number)
+        inode = self._inodes.current(number)
         if inode is None or inode.links:
 
-            def drop() -> list:
+            def drop() -> Effects:
                 self._collector.orphans.pop(number, None)
                 return [(key, None)]
 
             why = "which is not there" if inode is None else f"which has {inode.links} links"
-            self._found("orphan", f"the orphans name inode {number}, {why}", drop)
+            self._findings.found("orphan", f"the orphans name inode {number}, {why}", drop)
             return
         if now not in (records.ORPHAN_VALUE, records.ORPHAN_COUNTED):
-            self._found(
+            self._findings.found(
                 "undecodable",
                 f"the record of orphan {number} cannot be read",
                 lambda: [(key, records.ORPHAN_VALUE)],
             )
         if number not in self._collector.orphans:
 
-            def queue() -> list:
+            def queue() -> Effects:
                 self._collector.add(number)
                 return []
 
-            self._found("orphan", f"orphan {number} is not waited for by the collector", queue)
+            self._findings.found("orphan", f"orphan {number} is not waited for by the collector", queue)
 
     def _collect(self, key: bytes, raw: bytes) -> None:
         number = records.inode_of_key(key)
         if self._kv.get(key) != raw:
             return
-        if self._current(number) is not None:
-            self._found(
+        if self._inodes.current(number) is not None:
+            self._findings.found(
                 "collect",
                 f"the chunks of inode {number} are to be removed, and it is there",
                 lambda: [(key, None)],
@@ -145,7 +189,7 @@ class OtherRecords:
             records.decode_collect(raw)
         except CorruptRecord as error:
             usual = records.Collect(*records.Layout())
-            self._found(
+            self._findings.found(
                 "undecodable", f"{error} (inode {number})", lambda: [(key, records.encode_collect(usual))]
             )
 
@@ -153,9 +197,9 @@ class OtherRecords:
         number = records.inode_of_key(key)
         if self._kv.get(key) != raw:
             return
-        inode = self._current(number)
+        inode = self._inodes.current(number)
         if inode is None or not inode.is_file:
-            self._found(
+            self._findings.found(
                 "intent", f"inode {number} has a truncation intent but is not a file", lambda: [(key, None)]
             )
             return
@@ -163,7 +207,7 @@ class OtherRecords:
             intent = records.decode_intent(raw)
         except CorruptRecord as error:
 
-            def rebuild() -> list:
+            def rebuild() -> Effects:
                 # No file grows before its truncation is done, so the inode itself has the intended size. For
                 # a hole the range is lost; its client has received no answer.
                 if inode.punches:
@@ -173,21 +217,21 @@ class OtherRecords:
                 self._begin_cut(number, again)
                 return []
 
-            self._found("undecodable", f"{error} (inode {number})", rebuild)
+            self._findings.found("undecodable", f"{error} (inode {number})", rebuild)
             return
         if intent.cut != inode.cut:
-            self._found(
+            self._findings.found(
                 "intent",
                 f"the truncation intent of inode {number} has number {intent.cut}, the inode has {inode.cut}",
                 lambda: [(key, None)],
             )
         elif number not in self._view.cutting:
 
-            def begin() -> list:
+            def begin() -> Effects:
                 self._begin_cut(number, intent)
                 return []
 
-            self._found("intent", f"the truncation of inode {number} was never finished", begin)
+            self._findings.found("intent", f"the truncation of inode {number} was never finished", begin)
 
     def _lock(self, key: bytes, raw: bytes) -> None:
         """Check a stored lock. One that is not in memory blocks nobody now, but a restart would load it."""
@@ -196,34 +240,34 @@ class OtherRecords:
             kind, session, owner, start = records.lock_of_key(key)
             end, mode, pid = records.decode_lock(raw)
         except CorruptRecord as error:
-            self._lay_aside(key, raw, f"{error} (inode {number})")
+            self._findings.lay_aside(key, raw, f"{error} (inode {number})")
             return
         if self._kv.get(key) != raw:
             return
-        inode, locks = self._current(number), self._view.locks
+        inode, locks = self._inodes.current(number), self._view.locks
         here, who = f"inode {number} from byte {start} to {end}", Owner(kind, session, owner)
         if inode is None or not inode.is_file:
 
-            def forget() -> list:
+            def forget() -> Effects:
                 locks.forget(number)
                 return [(key, None)]
 
-            self._found("lock", f"{here} is locked but is not a file", forget)
+            self._findings.found("lock", f"{here} is locked but is not a file", forget)
         elif LockRange(start, end, mode, pid) not in locks.spans_of(number, who):
-            self._found(
+            self._findings.found(
                 "lock",
                 f"{here} has a record of a lock of session {session:#x} that is not in force",
                 lambda: [(key, None)],
             )
         elif session not in self._sessions.by_number and session not in locks.dead:
 
-            def end() -> list:
+            def end() -> Effects:
                 locks.end_session(session)
                 return []
 
-            self._found("lock", f"{here} is locked by unknown session {session:#x}", end)
+            self._findings.found("lock", f"{here} is locked by unknown session {session:#x}", end)
         elif any(not other.waits for other in locks.in_the_way(number, who, start, end, mode)):
-            self._found(
+            self._findings.found(
                 "lock", f"{here} is locked by session {session:#x} and by another: unmount one of them", None
             )
 
@@ -231,10 +275,10 @@ class OtherRecords:
         try:
             decode_session(raw)
         except CorruptRecord as error:
-            self._lay_aside(key, raw, str(error))
+            self._findings.lay_aside(key, raw, str(error))
             return
         if self._kv.get(key) is not None and records.session_of_key(key) not in self._sessions.by_number:
-            self._found(
+            self._findings.found(
                 "session",
                 f"session {records.session_of_key(key):#x} has a record and does not live",
                 lambda: [(key, None)],
@@ -244,7 +288,7 @@ class OtherRecords:
         if (now := self._kv.get(key)) is None:
             return
         if records.session_of_key(key) not in self._sessions.by_number:
-            self._found(
+            self._findings.found(
                 "slot",
                 f"a slot belongs to session {records.session_of_key(key):#x}, which does not live",
                 lambda: [(key, None)],
@@ -253,7 +297,7 @@ class OtherRecords:
         try:
             decode_slot(now)
         except CorruptRecord as error:
-            self._found(
+            self._findings.found(
                 "undecodable", f"{error} (session {records.session_of_key(key):#x})", lambda: [(key, None)]
             )
 
@@ -266,24 +310,4 @@ class OtherRecords:
             id_of_key(key)
             (decode_held if records.kind_of(key) == records.HELD else decode_decision)(raw)
         except CorruptRecord as error:
-            self._lay_aside(key, raw, str(error))
-
-    def _bounds(self, key: bytes, raw: bytes) -> None:
-        try:
-            # present value: numbers were given meanwhile
-            bound = records.decode_bounds(self._kv.get(key) or raw).inode
-        except CorruptRecord:
-            bound = 0
-        if bound < self._view.next_number:
-            self.counter_max = max(self.counter_max, self._view.next_number)
-            self._found(
-                "number", f"the bound of inode numbers is {bound}, {self._view.next_number} is the next", list
-            )
-
-    def _counts(self, key: bytes, raw: bytes) -> None:
-        try:
-            found = records.decode_counts(raw)
-        except CorruptRecord:
-            found = None
-        if found != self._counted_at_first:
-            self._counted = found
+            self._findings.lay_aside(key, raw, str(error))

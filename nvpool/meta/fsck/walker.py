@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 from nvpool.core.errors import CorruptRecord, InvalidRequest, NotFound, NvpoolError, WrongShard
 from nvpool.core.ids import ROOT_INODE, counter_of, partition_of
@@ -31,7 +30,10 @@ from nvpool.core.posix import acl
 from nvpool.core.units import PARTITION_COUNT
 from nvpool.kv.api import Kv
 from nvpool.meta.fsck.directory_connectivity import Tree
-from nvpool.meta.fsck.record_checks import OtherRecords
+from nvpool.meta.fsck.findings import Effects, Findings, Mend, ShardProblem
+from nvpool.meta.fsck.inode_sums import ENTRIES, NAMES, PARENTS, SUBDIRS, InodeSums
+from nvpool.meta.fsck.present_inodes import PresentInodes, changed
+from nvpool.meta.fsck.record_checks import RecordChecks
 from nvpool.meta.fsck.repair import recounted, to_lost, without_dangling
 from nvpool.meta.fsck.volumes import VolumeChecks
 from nvpool.meta.gc.collector import Collector
@@ -39,29 +41,16 @@ from nvpool.meta.sessions.table import Sessions
 from nvpool.meta.state import records
 from nvpool.meta.state.records import HASH_AT, NAME_AT, Inode
 from nvpool.meta.state.striped_dirs import COPIED_FLAGS, part_here
-from nvpool.meta.state.transaction import Draft, View
-from nvpool.meta.state.volume_records import REMOVING, VolumeUse
+from nvpool.meta.state.transaction import View
+from nvpool.meta.state.volume_records import REMOVING
 from nvpool.rpc.messages.fsck_sums import MASK, DirectoryCopy, Sum
 
 STEP_LIMIT, STEP_LIMIT_MAX = 500, 5000
 """Records in a step: five hundred of them hold the event loop for about five milliseconds."""
 SUMS_MAX = 1000
-NAMES, SUBDIRS, ENTRIES, PARENTS = range(4)
 _NUMBERED = frozenset(
     (records.INODE, records.XATTR, records.ORPHAN, records.COLLECT, records.INTENT, records.LOCK)
 )
-
-
-Mend = Callable[..., Draft]  # (view, now_ns=)
-
-
-class ShardProblem(NamedTuple):
-    """A problem that a check has found."""
-
-    kind: str
-    text: str
-    repaired: bool
-    inode: int = 0
 
 
 class _CurrentRecords:
@@ -115,7 +104,7 @@ class _CurrentRecords:
         self._left.clear()
 
 
-class Fsck(OtherRecords, VolumeChecks):
+class Fsck:
     """One check. Call `step(limit)` until `done`; each call returns the problems that it found."""
 
     def __init__(
@@ -135,62 +124,62 @@ class Fsck(OtherRecords, VolumeChecks):
         """
         self._kv = kv
         self._view = view
-        self._sessions = sessions
         self._collector = collector
-        self._begin_cut = begin_cut
         self._clock_ns = clock_ns
-        self._repair = repair
+        self._inodes = PresentInodes(kv, view)
+        self.is_here = self._inodes.is_here
+        self._findings = Findings(kv, repair)
+        self._sums = InodeSums(partitions is None)
+        self._volumes = VolumeChecks(kv, view, self._inodes, self._findings, self._sums)
         self.passed: set[int] = set()
         """Partitions that were not ours, or closed, at this step. Their records must be checked again
         elsewhere."""
         self.copies: list[DirectoryCopy] = []
         """Copies of attributes found in this step."""
-        self._keeps_sums = partitions is None
         self._walk = (
             view.snapshot()
             if partitions is None
             else _CurrentRecords(kv, partitions, self.is_here, self.passed)
         )
-        self.tree = Tree(self._current, self.is_here)
+        self.tree = Tree(self._inodes.current, self.is_here)
         # inode of another shard -> key of a name that it has here
         self._names_of_others: dict[int, bytes] = {}
-        self.pending: list[tuple[int, Mend]] = []
-        """Repairs that need other shards, with the indexes of their problems in this step's list."""
         self.sums: list[Sum] = []
         """Sums of this step that one shard of several cannot settle alone."""
-        self._problems: list[ShardProblem] = []
-        self._sums: dict[int, list[int]] = {}
-        self._misplaced: dict[int, bytes] = {}
-        self._uses: dict[int, VolumeUse] = {}
-        self._nameless: dict[int, tuple[int, int]] = {}
-        self._inodes = 0
+        self._inode_count = 0
         self._counted: int | None = view.inode_count
         self._counted_at_first = view.inode_count
         self._left: list[int] | None = None
-        self._unread = 0
-        """Number of unreadable records: without them no sum is right."""
         self.counter_max = 0
         """Highest inode counter in use that is not below the next one to give; 0: none."""
         self.done = False
         self.checked = 0
+        others = RecordChecks(
+            kv,
+            view,
+            sessions,
+            collector,
+            begin_cut,
+            self._inodes,
+            self._findings,
+            self._volumes.count_orphan,
+        )
         self._checks: dict[int, Callable[[bytes, bytes], None]] = {
             records.INODE: self._inode,
             records.DENTRY: self._dentry,
-            records.XATTR: self._xattr,
-            records.ORPHAN: self._orphan,
-            records.COLLECT: self._collect,
-            records.INTENT: self._intent,
-            records.LOCK: self._lock,
-            records.OTHER: self._other,
-            records.SESSION: self._session,
-            records.SLOT: self._slot,
+            records.OTHER: self._volumes.check,
             records.COUNTS: self._counts,
             records.IDENTITY: lambda key, raw: None,
             records.BOUNDS: self._bounds,
             records.PART: self._part,
             records.DAMAGED: lambda key, raw: None,
-            **dict.fromkeys((records.HELD, records.DECIDED), self._cross_shard_record),
+            **others.checks(),
         }
+
+    @property
+    def pending(self) -> list[tuple[int, Mend]]:
+        """Repairs that need other shards, with the indexes of their problems in this step's list."""
+        return self._findings.pending
 
     def step(self, limit: int) -> list[ShardProblem]:
         """Check the next records.
@@ -204,7 +193,7 @@ class Fsck(OtherRecords, VolumeChecks):
                 pairs = self._walk.step(limit)
             except CorruptRecord as error:
                 self._unreadable(error)
-                return self._problems
+                return self._findings.problems
             self.checked += len(pairs)
             for key, raw in pairs:
                 kind = records.kind_of(key) if len(key) > 1 else -1
@@ -214,38 +203,38 @@ class Fsck(OtherRecords, VolumeChecks):
                     continue
                 check = self._checks.get(kind)
                 if check is None or (kind in _NUMBERED and not records.is_numbered(kind, key)):
-                    self._lay_aside(key, raw, "a record under a key that is not known")
+                    self._findings.lay_aside(key, raw, "a record under a key that is not known")
                     continue
                 try:
                     check(key, raw)
                 except CorruptRecord as error:  # a related record cannot be read
-                    self._unread += 1
-                    self._found(
+                    self._findings.unread += 1
+                    self._findings.found(
                         "unreadable",
                         f"what belongs to the record {key.hex()} cannot be checked: {error}",
                         None,
                     )
             if self._walk.done:
                 self._left = []
-                if self._unread:
-                    self._found(
+                if self._findings.unread:
+                    self._findings.found(
                         "unreadable",
-                        f"{self._unread} records could not be checked, so links are not counted: "
+                        f"{self._findings.unread} records could not be checked, so links are not counted: "
                         "let repair remove what cannot be read, then check again",
                         None,
                     )
                 else:
                     self._left = sorted(
                         number
-                        for number, sums in self._sums.items()
-                        if any(sums) or number in self._misplaced
+                        for number, sums in self._sums.by_inode.items()
+                        if any(sums) or number in self._sums.misplaced
                     )
         elif self._left:
             part = self._left[:limit]
             del self._left[:limit]
             for number in part:
                 if self._view.owners:
-                    names, subdirs, entries, parents = self._sums.pop(number)
+                    names, subdirs, entries, parents = self._sums.by_inode.pop(number)
                     self.sums.append(
                         Sum(
                             number,
@@ -253,27 +242,24 @@ class Fsck(OtherRecords, VolumeChecks):
                             subdirs,
                             entries,
                             parents & MASK,
-                            self._misplaced.get(number) or self._names_of_others.get(number, b""),
+                            self._sums.misplaced.get(number) or self._names_of_others.get(number, b""),
                         )
                     )
                 else:
                     self._settle(number)
         else:
-            if self._keeps_sums and not self._unread:
+            if self._sums.is_whole and not self._findings.unread:
                 self._settle_count()
             self.done = True
-        return self._problems
+        return self._findings.problems
 
     def close(self) -> None:
         self._walk.close()
 
     def _begin_step(self) -> None:
-        self._problems, self.pending, self.sums, self.copies = [], [], [], []
+        self._findings.begin_step()
+        self.sums, self.copies = [], []
         self.passed.clear()
-
-    def is_here(self, partition: int) -> bool:
-        """Whether the partition's records are ours to read and to repair now."""
-        return not self._view.is_elsewhere(partition) and self._view.serves(partition)
 
     def settle_sums(self, sums: list[Sum], uneven: tuple[int, ...] = ()) -> list[ShardProblem]:
         """Report what is wrong by the sums that all shards together have of inodes of this shard.
@@ -293,22 +279,22 @@ class Fsck(OtherRecords, VolumeChecks):
             if not self.is_here(partition_of(number)):
                 self.passed.add(partition_of(number))
             else:
-                self._found(
+                self._findings.found(
                     "part",
                     f"parts of the wide directory {number} do not have its attributes",
                     lambda number=number: self._decided(
                         partial(recounted, number=number, subdirs=0, entries=0)
                     ),
                 )
-        return self._problems
+        return self._findings.problems
 
     def _settle_sum(
         self, number: int, names: int, subdirs: int, entries: int, parents: int, key: bytes
     ) -> None:
-        inode = self._current(number)
+        inode = self._inodes.current(number)
         if inode is None:
             if names > 0 and key:
-                self._found(
+                self._findings.found(
                     "dentry",
                     f"entry {key[NAME_AT:]!r} of directory {records.directory_of_key(key)} names inode "
                     f"{number}, which is not there",
@@ -316,78 +302,26 @@ class Fsck(OtherRecords, VolumeChecks):
                 )
             return
         if key and inode.is_directory and inode.links and inode.parent != records.directory_of_key(key):
-            self._misplaced[number] = key
-        self._sums[number] = [names, subdirs, entries, parents]
+            self._sums.misplaced[number] = key
+        self._sums.by_inode[number] = [names, subdirs, entries, parents]
         self._settle(number)
 
     # -- reporting and repairing -------------------------------------------------------------------------------------
-
-    def _found(self, kind: str, text: str, mend: Callable[[], list | None] | None) -> None:
-        """Report a problem; if repair is wanted, apply the effects of `mend`, which reads the present
-        records."""
-        repaired = False
-        if self._repair and mend is not None:
-            try:
-                effects = mend()
-                if effects:
-                    self._kv.apply(effects, reclaims=True)
-                repaired = effects is not None
-            except NvpoolError as error:
-                text = f"{text}; not repaired: {error}"
-        self._problems.append(ShardProblem(kind, text, repaired))
 
     def _unreadable(self, error: CorruptRecord) -> None:
         """Report that the walk's next record is damaged.
 
         A repair deletes it: nobody can read it, and its data is lost.
         """
-        self._unread += 1
+        self._findings.unread += 1
         self._walk.skip(error.key)  # before the repair: a snapshot reads a record before it is changed
         partition = (
             records.partition_of_key(error.key) if len(error.key) > 1 and not error.key[0] & 0x80 else None
         )
         here = partition is None or self.is_here(partition)
-        self._found("unreadable", str(error), (lambda: [(error.key, None)]) if here else None)
-
-    def _lay_aside(self, key: bytes, raw: bytes, text: str, more: Callable[[], list] = list) -> None:
-        if self._kv.get(key) == raw:
-            self._found(
-                "undecodable",
-                f"{text} (key {key.hex()})",
-                lambda: [(key, None), (records.damaged_key(key), raw), *more()],
-            )
-
-    def _current(self, number: int) -> Inode | None:
-        """Present record of the inode; None if it does not exist, is not in this shard, or cannot be
-        read."""
-        if not self.is_here(partition_of(number)):
-            return None
-        try:
-            raw = self._kv.get(records.inode_key(number))
-            return records.decode_inode(number, raw) if raw is not None else None
-        except CorruptRecord:
-            return None
-
-    @staticmethod
-    def _put(inode: Inode) -> tuple[bytes, bytes]:
-        inode.change += 1
-        return records.inode_key(inode.number), records.encode_inode(inode)
-
-    def _sum(self, number: int, which: int, amount: int) -> None:
-        if not amount:
-            return
-        sums = self._sums.get(number)
-        if sums is None:
-            sums = self._sums[number] = [0, 0, 0, 0]
-        sums[which] += amount
-        if not any(sums) and number not in self._misplaced:
-            del self._sums[number]
+        self._findings.found("unreadable", str(error), (lambda: [(error.key, None)]) if here else None)
 
     # -- one record --------------------------------------------------------------------------------------------------
-
-    def _add_to_sum(self, number: int, which: int, amount: int) -> None:
-        if self._keeps_sums:
-            self._sum(number, which, amount)
 
     def _count_only(self, kind: int, key: bytes, raw: bytes) -> None:
         """Count a record of the walk's snapshot whose partition is not here.
@@ -395,10 +329,10 @@ class Fsck(OtherRecords, VolumeChecks):
         The new owner makes the other checks.
         """
         try:
-            if not self._keeps_sums or (kind in _NUMBERED and not records.is_numbered(kind, key)):
+            if not self._sums.is_whole or (kind in _NUMBERED and not records.is_numbered(kind, key)):
                 return
             if kind == records.INODE:
-                self._inodes += 1
+                self._inode_count += 1
                 self._count_inode(records.decode_inode(records.inode_of_key(key), raw))
             elif kind == records.DENTRY:
                 number, child = records.decode_dentry(records.partition_of_key(key), raw)
@@ -411,15 +345,15 @@ class Fsck(OtherRecords, VolumeChecks):
         # the one name of a trashed inode is an entry of a volume's trash
         number, trashed = inode.number, bool(inode.flags & records.TRASHED)
         if not inode.is_directory:
-            self._add_to_sum(number, NAMES, trashed - inode.links)
+            self._sums.count(number, NAMES, trashed - inode.links)
             return
-        self._add_to_sum(number, ENTRIES, -inode.size)
+        self._sums.count(number, ENTRIES, -inode.size)
         if inode.links:
-            self._add_to_sum(number, SUBDIRS, 2 - inode.links)
+            self._sums.count(number, SUBDIRS, 2 - inode.links)
             if number != ROOT_INODE and not trashed:
-                self._add_to_sum(number, NAMES, -1)
-                self._add_to_sum(number, PARENTS, -inode.parent)
-        if self._keeps_sums and inode.flags & records.WIDE:
+                self._sums.count(number, NAMES, -1)
+                self._sums.count(number, PARENTS, -inode.parent)
+        if self._sums.is_whole and inode.flags & records.WIDE:
             self._copy(inode, 0)
 
     def _copy(self, inode: Inode, shard: int) -> None:
@@ -438,58 +372,62 @@ class Fsck(OtherRecords, VolumeChecks):
 
     def _count_dentry(self, key: bytes, number: int, kind: int) -> None:
         directory = records.directory_of_key(key)
-        self._add_to_sum(directory, ENTRIES, 1)
-        self._add_to_sum(number, NAMES, 1)
+        self._sums.count(directory, ENTRIES, 1)
+        self._sums.count(number, NAMES, 1)
         if kind == 4:
-            self._add_to_sum(directory, SUBDIRS, 1)
-            self._add_to_sum(number, PARENTS, directory)
+            self._sums.count(directory, SUBDIRS, 1)
+            self._sums.count(number, PARENTS, directory)
 
     def _inode(self, key: bytes, raw: bytes) -> None:
-        self._inodes += 1
+        self._inode_count += 1
         number = records.inode_of_key(key)
         try:
             inode = records.decode_inode(number, raw)
         except CorruptRecord as error:
-            self._inodes -= 1
-            self._lay_aside(key, raw, str(error))
+            self._inode_count -= 1
+            self._findings.lay_aside(key, raw, str(error))
             return
         self._count_inode(inode)
         if inode.volume:
-            self._count_volume(inode)
+            self._volumes.count_inode(inode)
         if inode.is_directory and inode.links and self.tree.is_loop(number):
-            self._found("loop", f"directory {number} is below itself", lambda: self._cut_loop(number))
+            self._findings.found(
+                "loop", f"directory {number} is below itself", lambda: self._cut_loop(number)
+            )
         if counter_of(number) >= self._view.next_number:
             self.counter_max = max(self.counter_max, counter_of(number))
-            self._found("number", f"inode {number} has a counter that is not given yet", list)
-        now = self._current(number)
+            self._findings.found("number", f"inode {number} has a counter that is not given yet", list)
+        now = self._inodes.current(number)
         if now is None:
             return
         if now.volume:
-            self._in_volume(now, inode)
+            self._volumes.check_inode(now, inode)
         orphan_key = records.numbered_key(records.ORPHAN, number)
         if not now.links and self._kv.get(orphan_key) is None:
 
-            def queue() -> list:
+            def queue() -> Effects:
                 self._collector.add(number)
                 return [(orphan_key, records.ORPHAN_VALUE)]
 
-            self._found("orphan", f"inode {number} has no name and is not among the orphans", queue)
+            self._findings.found("orphan", f"inode {number} has no name and is not among the orphans", queue)
         if now.flags & records.HAS_XATTRS and not self._kv.scan(*records.xattr_range(number), 1):
 
-            def clear() -> list:
+            def clear() -> Effects:
                 now.flags &= ~records.HAS_XATTRS
-                return [self._put(now)]
+                return [changed(now)]
 
-            self._found("xattr", f"inode {number} is marked as having attributes and has none", clear)
+            self._findings.found(
+                "xattr", f"inode {number} is marked as having attributes and has none", clear
+            )
         if now.flags & records.HAS_ACL and not any(
             self._kv.get(records.xattr_key(number, name)) for name in acl.NAMES
         ):
 
-            def clear_mark() -> list:
+            def clear_mark() -> Effects:
                 now.flags &= ~records.HAS_ACL
-                return [self._put(now)]
+                return [changed(now)]
 
-            self._found(
+            self._findings.found(
                 "acl", f"inode {number} is marked as having an access control list and has none", clear_mark
             )
 
@@ -497,19 +435,39 @@ class Fsck(OtherRecords, VolumeChecks):
         """Count a stripe: its counts belong to the directory's record, whichever shard has that."""
         try:
             part = part_here(key, raw, self._view.shard)
-            self._add_to_sum(part.number, SUBDIRS, -part.counts.subdirectories)
-            self._add_to_sum(part.number, ENTRIES, -part.counts.entries)
+            self._sums.count(part.number, SUBDIRS, -part.counts.subdirectories)
+            self._sums.count(part.number, ENTRIES, -part.counts.entries)
             self._copy(part, part.shard)
         except CorruptRecord as error:
-            self._lay_aside(key, raw, str(error))
+            self._findings.lay_aside(key, raw, str(error))
+
+    def _bounds(self, key: bytes, raw: bytes) -> None:
+        try:
+            # present value: numbers were given meanwhile
+            bound = records.decode_bounds(self._kv.get(key) or raw).inode
+        except CorruptRecord:
+            bound = 0
+        if bound < self._view.next_number:
+            self.counter_max = max(self.counter_max, self._view.next_number)
+            self._findings.found(
+                "number", f"the bound of inode numbers is {bound}, {self._view.next_number} is the next", list
+            )
+
+    def _counts(self, key: bytes, raw: bytes) -> None:
+        try:
+            found = records.decode_counts(raw)
+        except CorruptRecord:
+            found = None
+        if found != self._counted_at_first:
+            self._counted = found
 
     def _dentry(self, key: bytes, raw: bytes) -> None:
         directory, name_hash, name = records.directory_of_key(key), key[HASH_AT:NAME_AT], key[NAME_AT:]
         try:
             number, kind = records.decode_dentry(records.partition_of_key(key), raw)
         except CorruptRecord as error:
-            self._add_to_sum(directory, ENTRIES, 1)
-            self._lay_aside(
+            self._sums.count(directory, ENTRIES, 1)
+            self._findings.lay_aside(
                 key,
                 raw,
                 f"entry {name!r} of directory {directory}: {error}",
@@ -517,7 +475,7 @@ class Fsck(OtherRecords, VolumeChecks):
             )
             return
         elsewhere = not self.is_here(partition_of(number))
-        inode = self._current(number)
+        inode = self._inodes.current(number)
         if inode is not None:
             kind = inode.kind
         if elsewhere:
@@ -527,27 +485,27 @@ class Fsck(OtherRecords, VolumeChecks):
             return  # the sums of all shards show what is wrong with it
         here = f"entry {name!r} of directory {directory}"
         if inode is None or number == ROOT_INODE:
-            self._add_to_sum(number, NAMES, -1)  # reported here
-            self._add_to_sum(number, PARENTS, -directory if kind == 4 else 0)
-            self._found(
+            self._sums.count(number, NAMES, -1)  # reported here
+            self._sums.count(number, PARENTS, -directory if kind == 4 else 0)
+            self._findings.found(
                 "dentry",
                 f"{here} names inode {number}, which is {'not there' if inode is None else 'the root'}",
                 lambda: [(key, None), *self._less(directory, kind == 4)],
             )
             return
-        parent = self._current(directory)
+        parent = self._inodes.current(directory)
         if parent is None or not parent.is_directory or (not parent.links and not self._is_going(parent)):
-            self._found(
+            self._findings.found(
                 "dentry", f"{here} is in a directory that is not there", lambda: self._to_lost(inode, key)
             )
             return
         try:
             _, right_hash, right_key = self._view.place(parent, name)
         except WrongShard as error:
-            self._found("place", f"{here} is kept by the wrong shard: {error}", None)
+            self._findings.found("place", f"{here} is kept by the wrong shard: {error}", None)
             return
         except NvpoolError as error:
-            self._found(
+            self._findings.found(
                 "dentry",
                 f"{here} has an impossible name: {error}",
                 lambda: [*self._to_lost(inode, key), *self._less(directory, kind == 4)],
@@ -556,7 +514,7 @@ class Fsck(OtherRecords, VolumeChecks):
         if not self.is_here(records.partition_of_key(right_key)):
             return
         if right_key != key:
-            self._found(
+            self._findings.found(
                 "place",
                 f"{here} is kept under the wrong {'hash' if name_hash != right_hash else 'partition'}",
                 lambda: self._to_place(inode, parent, key, right_key),
@@ -564,14 +522,14 @@ class Fsck(OtherRecords, VolumeChecks):
             return
         if raw[0] & 15 != inode.kind:
             partition = records.partition_of_key(key)
-            self._found(
+            self._findings.found(
                 "dentry",
                 f"{here} has the wrong kind",
                 lambda: [(key, records.encode_dentry(partition, number, inode.kind))],
             )
         if inode.is_directory and inode.parent != directory:
-            self._misplaced[number] = key
-            self._sums.setdefault(number, [0, 0, 0, 0])
+            self._sums.misplaced[number] = key
+            self._sums.by_inode.setdefault(number, [0, 0, 0, 0])
 
     def _is_going(self, directory: Inode) -> bool:
         """Whether this is the root of a volume that is being removed.
@@ -585,12 +543,12 @@ class Fsck(OtherRecords, VolumeChecks):
 
     def _settle(self, number: int) -> None:
         """Report an inode whose sums are not even."""
-        names, subdirs, entries, parents = self._sums.pop(number, (0, 0, 0, 0))
-        inode = self._current(number)
+        names, subdirs, entries, parents = self._sums.by_inode.pop(number, (0, 0, 0, 0))
+        inode = self._inodes.current(number)
         if inode is None:
             return
         if not inode.is_directory and names:
-            self._found(
+            self._findings.found(
                 "links",
                 f"inode {number} has {names:+} names against its link count",
                 lambda: self._mend_links(inode, names),
@@ -598,24 +556,26 @@ class Fsck(OtherRecords, VolumeChecks):
         if not inode.is_directory:
             return
         if (subdirs or entries) and not self._is_going(inode):
-            self._found(
+            self._findings.found(
                 "counts",
                 f"directory {number} has {subdirs:+} subdirectories and {entries:+} entries against its "
                 "counts",
                 lambda: self._decided(partial(recounted, number=number, subdirs=subdirs, entries=entries)),
             )
-        misplaced = self._misplaced.pop(number, None)
+        misplaced = self._sums.misplaced.pop(number, None)
         if names < 0:
-            self._found(
-                "inode", f"directory {number} has no name", lambda: self._to_lost(self._current(number), None)
+            self._findings.found(
+                "inode",
+                f"directory {number} has no name",
+                lambda: self._to_lost(self._inodes.current(number), None),
             )
         elif names > 0 and not inode.links:
-            self._found(
+            self._findings.found(
                 "links", f"directory {number} is removed and has a name", lambda: self._mend_links(inode, 2)
             )
         elif names > 0:
             here = misplaced is not None and self.is_here(records.partition_of_key(misplaced))
-            self._found(
+            self._findings.found(
                 "dentry",
                 f"directory {number} has {names + 1} names",
                 None
@@ -628,24 +588,24 @@ class Fsck(OtherRecords, VolumeChecks):
             else self._kv.get(misplaced) is not None
         ):
 
-            def adopt() -> list:
-                now = self._current(number)
+            def adopt() -> Effects:
+                now = self._inodes.current(number)
                 now.parent = records.directory_of_key(misplaced)
-                return [self._put(now)]
+                return [changed(now)]
 
-            self._found("parent", f"directory {number} does not know its parent", adopt)
+            self._findings.found("parent", f"directory {number} does not know its parent", adopt)
 
     def _settle_count(self) -> None:
-        there = self._inodes + self._walk.inodes_gone
+        there = self._inode_count + self._walk.inodes_gone
         if self._counted != there:
 
-            def recount() -> list:
+            def recount() -> Effects:
                 self._view.inode_count += there - self._counted_at_first
                 return [(records.COUNTS_KEY, records.encode_counts(self._view.inode_count))]
 
-            self._found("counts", f"{there} inodes are there, {self._counted} are counted", recount)
+            self._findings.found("counts", f"{there} inodes are there, {self._counted} are counted", recount)
 
-    def _mend_links(self, inode: Inode, difference: int) -> list:
+    def _mend_links(self, inode: Inode, difference: int) -> Effects:
         links = inode.links + difference
         if links <= 0:
             inode.links = 1
@@ -655,19 +615,19 @@ class Fsck(OtherRecords, VolumeChecks):
             effects.append((records.numbered_key(records.ORPHAN, inode.number), None))
             self._collector.orphans.pop(inode.number, None)
         inode.links = links
-        return [*effects, self._put(inode)]
+        return [*effects, changed(inode)]
 
     # -- moving entries ----------------------------------------------------------------------------------------------
 
-    def _less(self, directory: int, subdirectory: bool) -> list:
+    def _less(self, directory: int, subdirectory: bool) -> Effects:
         """Count one entry less in the directory; its record is corrected when the sums are settled."""
-        self._sum(directory, ENTRIES, -1)
-        self._sum(directory, SUBDIRS, -1 if subdirectory else 0)
-        if self._left is not None and directory in self._sums and directory not in self._left:
+        self._sums.add(directory, ENTRIES, -1)
+        self._sums.add(directory, SUBDIRS, -1 if subdirectory else 0)
+        if self._left is not None and directory in self._sums.by_inode and directory not in self._left:
             self._left.append(directory)
         return []
 
-    def _to_place(self, inode: Inode, parent: Inode, key: bytes, right_key: bytes) -> list:
+    def _to_place(self, inode: Inode, parent: Inode, key: bytes, right_key: bytes) -> Effects:
         taken = self._kv.get(right_key)
         if taken is None:
             partition = records.partition_of_key(right_key)
@@ -677,26 +637,26 @@ class Fsck(OtherRecords, VolumeChecks):
             return [*self._to_lost(inode, key), *self._less(parent.number, inode.is_directory)]
         effects = [(key, None), *self._less(parent.number, inode.is_directory)]
         if inode.is_directory:
-            self._sum(inode.number, NAMES, -1)
-            self._sum(inode.number, PARENTS, -parent.number)
+            self._sums.add(inode.number, NAMES, -1)
+            self._sums.add(inode.number, PARENTS, -parent.number)
         else:
             inode.links = max(inode.links - 1, 0)
-            effects.append(self._put(inode))
+            effects.append(changed(inode))
         return effects
 
-    def _to_lost(self, inode: Inode | None, key: bytes | None) -> list:
+    def _to_lost(self, inode: Inode | None, key: bytes | None) -> Effects:
         """Move the entry `key` of the inode (None: it has none) to /lost+found."""
         if inode is None:
             raise NotFound("it is gone")
         self.tree.moved(inode.number)
         return self._decided(partial(to_lost, number=inode.number, key=key))
 
-    def _decided(self, decide: Mend) -> list:
+    def _decided(self, decide: Mend) -> Effects:
         """Apply a decided repair; if it needs other shards, it is carried out after this step."""
         try:
             draft = decide(self._view, now_ns=self._clock_ns())
         except WrongShard:
-            self.pending.append((len(self._problems), decide))
+            self._findings.postpone(decide)
             return []
         self._kv.apply(list(draft.finish().items()), reclaims=True)
         if draft.born:
@@ -704,9 +664,9 @@ class Fsck(OtherRecords, VolumeChecks):
             self._view.inode_count += 1
         return []
 
-    def _cut_loop(self, number: int) -> list | None:
-        inode = self._current(number)
-        above = self._current(inode.parent)
+    def _cut_loop(self, number: int) -> Effects | None:
+        inode = self._inodes.current(number)
+        above = self._inodes.current(inode.parent)
         if above is None:
             return None
         wide = above.flags & records.WIDE
