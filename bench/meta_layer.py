@@ -88,8 +88,8 @@ async def compare_fast_path(
 ) -> None:
     home = (await client.mkdir(ROOT_INODE, b"fast path")).inode
     for slot in range(32):
-        service._sessions.slot(
-            service._sessions.get(client.session), slot
+        service.parts.sessions.slot(
+            service.parts.sessions.get(client.session), slot
         )  # known, as after the first request in each
     session, rounds = client.session, []
 

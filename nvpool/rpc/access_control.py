@@ -227,6 +227,18 @@ class Callers:
         self._known[id(peer)] = peer, caller
         return caller
 
+    def owner_of(self, call: Call) -> str:
+        """Owner name whose sessions the caller may use; "" for a node, which may use all sessions."""
+        return self.of(call.peer).owner
+
+    def user_of(self, call: Call) -> Credentials | None:
+        """User as which the caller must act; see CallerRights.user."""
+        return self.of(call.peer).user
+
+    def account_of(self, call: Call) -> str:
+        """Peer whose steps take turns with those of other peers; "" for a node, which is trusted."""
+        return self.of(call.peer).account
+
     def _look_at(self, peer: Peer) -> CallerRights:
         if self._admit_unauthenticated and not peer.member:
             refused = _REFUSED[Role.UNAUTHENTICATED, peer.local]

@@ -306,7 +306,7 @@ def test_concurrent_names_in_one_directory_do_not_deadlock(two, mounts):
         thread.join(120)
         assert not thread.is_alive()
     assert not failures
-    assert mounts.pool.meta._watches.waited_out == 0
+    assert mounts.pool.meta.parts.watches.waited_out == 0
     assert sorted(os.listdir(here)) == sorted(os.listdir(there))
 
 
@@ -327,7 +327,7 @@ def test_blocked_notification_does_not_delay_a_change(two, mounts, monkeypatch):
     wait_until(lambda: slow.asked["CREATE"], "the request is under way")
     try:
         os.rename(here / "f", here / "g")
-        assert mounts.pool.meta._watches.waited_out == 0, "not until the watch of the other has ended"
+        assert mounts.pool.meta.parts.watches.waited_out == 0, "not until the watch of the other has ended"
     finally:
         mounts.loop.call_soon_threadsafe(go.set)
         creating.join(120)

@@ -160,7 +160,9 @@ class Locks(RuleBasedStateMachine):
         if said_so:
             self.run(self.clients[client].ask("CLOSE_SESSION", pb.CloseSessionRequest(session=session)))
         else:
-            self.service._end_session(self.service._sessions.get(session), OPTIONS.grant_s)
+            self.service.session_handlers.end_session(
+                self.service.parts.sessions.get(session), OPTIONS.grant_s
+            )
             self.dead |= {(session, who): modes for who, modes in gone.items()}
             self.dead_until = self.clock.now_s + OPTIONS.grant_s + HOLD_BEYOND_GRANTS_S
         # The end of a session is as durable as any change: a power loss may undo it.
@@ -173,7 +175,7 @@ class Locks(RuleBasedStateMachine):
         if self.dead:
             self.clock.now_s = max(self.clock.now_s, self.dead_until)
         self.clock.advance(1)
-        for session in self.service._sessions.by_number.values():
+        for session in self.service.parts.sessions.by_number.values():
             session.expires_s = self.clock.now_s + 60
         self.run(self.service.run_once())
         self.run(self.kv.sync())  # as above: without it a power loss makes clients wait once more
@@ -195,7 +197,7 @@ class Locks(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "file"):
             self.clock.advance(130)
-            for session in self.service._sessions.by_number.values():
+            for session in self.service.parts.sessions.by_number.values():
                 session.expires_s = self.clock.now_s + 60
             assert self.run(self.clients[0].fsck()) == []
             self.run(self.service.close())

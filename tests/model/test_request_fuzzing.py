@@ -15,7 +15,7 @@ import pytest
 from nvpool.core.compiled_loader import IS_PURE, PURE_VARIABLE
 from nvpool.meta.server import dispatch_table as meta_dispatch
 from nvpool.meta.server import local_user_permissions
-from nvpool.meta.server.service import MetaService
+from nvpool.meta.server.query_handlers import QueryHandlers
 from nvpool.meta.sessions.table import Sessions
 from nvpool.meta.state.volume_access import VolumeAccess
 from nvpool.rpc.api import MESSAGE_BYTES_MAX
@@ -96,7 +96,7 @@ def test_fuzzer_finds_an_unexpected_exception(capsys, monkeypatch):
 
 
 def test_fuzzer_finds_a_request_without_a_reply(capsys, monkeypatch):
-    monkeypatch.setattr(MetaService, "_statfs", lambda self, call: None)
+    monkeypatch.setattr(QueryHandlers, "statfs", lambda self, call: None)
     assert "not answered within" in report_of(capsys, "shard-client", "META_STATFS")
 
 
@@ -107,7 +107,7 @@ def test_fuzzer_finds_a_request_that_keeps_the_loop(capsys, monkeypatch):
             pass
         call.reply()
 
-    monkeypatch.setattr(MetaService, "_statfs", compute)
+    monkeypatch.setattr(QueryHandlers, "statfs", compute)
     assert "in META_STATFS" in report_of(capsys, "shard-client", "META_STATFS")
 
 
@@ -117,7 +117,7 @@ def test_fuzzer_finds_a_session_that_retains_a_message(capsys, monkeypatch):
             session.client = "x" * (2 << 20)
         call.reply()
 
-    monkeypatch.setattr(MetaService, "_statfs", retain)
+    monkeypatch.setattr(QueryHandlers, "statfs", retain)
     assert "retains" in report_of(capsys, "shard-client", "META_STATFS")
 
 

@@ -635,9 +635,9 @@ cdef inline void stamp(Inode *i, int64_t now, bint content) noexcept nogil:
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 cdef class FastPath:
-    """Fast path as described in fast_path.py, bound to the state that `service` has now."""
+    """Fast path as described in fast_path.py, bound to `parts` of a shard."""
 
-    cdef object _service, _kv, _view, _sessions, _numbers, _moment, _watches, _collector, _clock, _failed, _raw, _leases_of, _grants
+    cdef object _status, _kv, _view, _sessions, _numbers, _moment, _watches, _collector, _clock, _failed, _raw, _leases_of, _grants
     cdef object _callers, _peer, _owner
     cdef bint _is_user
     cdef dict _by_number, _holders, _restricted, _encrypted, _cutting, _counters
@@ -646,20 +646,20 @@ cdef class FastPath:
     cdef uint8_t _answer[ANSWER_MAX]
     cdef uint32_t[::1] _leases
 
-    def __init__(self, service, failed):
-        """`failed(service, session, slot, sequence, mark, error, number)` returns the error frame for a
-        failed change."""
-        self._callers = service._callers
-        self._service, self._kv, self._view, self._sessions = service, service._kv, service._view, service._sessions
-        self._numbers, self._moment, self._watches = service._numbers, service._moment, service._watches
-        self._collector, self._clock, self._counters = service._collector, service._clock, service._counters
+    def __init__(self, parts, failed):
+        """`failed(session, slot, sequence, mark, error, number)` returns the error frame for a failed
+        change."""
+        self._callers, self._status = parts.callers, parts.status
+        self._kv, self._view, self._sessions = parts.kv, parts.view, parts.sessions
+        self._numbers, self._moment, self._watches = parts.numbers, parts.moment, parts.watches
+        self._collector, self._clock, self._counters = parts.collector, parts.clock, parts.status.counters
         self._failed = failed
         self._by_number, self._holders = self._sessions.by_number, self._sessions.holders
         self._encrypted = self._view.access.encrypted
         self._restricted, self._cutting = self._view.access.restricted, self._view.cutting
         self._is_system = type(self._clock) is SystemClock
         self._grant_ms = self._view.grant_ms
-        self._grants = blake2b(key=service._secret, digest_size=MAC_BYTES)
+        self._grants = blake2b(key=parts.secret, digest_size=MAC_BYTES)
 
     cdef double _now_s(self) except -1:
         return boottime_s() if self._is_system else self._clock.boottime_s()
@@ -743,7 +743,7 @@ cdef class FastPath:
 
     cdef bint _at_ease(self) except -1:
         """Whether requests of any caller can be decided here by the engine's records alone."""
-        return (self._service._state == "serving" and not self._restricted and not self._view.owners
+        return (self._status.state == "serving" and not self._restricted and not self._view.owners
                 and self._view.get == self._kv.get and not self._kv.sync_before_answer)
 
     cdef bytes _reply(self, uint32_t number, uint8_t *end):
@@ -872,7 +872,7 @@ cdef class FastPath:
             self._kv.apply(effects, reclaims=not adds)
         except Exception as error:
             self._counters["requests"] += 1
-            return self._failed(self._service, session, slot, r.sequence, r.mark, error, number)
+            return self._failed(session, slot, r.sequence, r.mark, error, number)
         self._counters["requests"] += 1
         self._counters["changes"] += 1
         slot.sequence, slot.waits_for, slot.answer, slot.error = r.sequence, 0, answer, None

@@ -26,9 +26,12 @@ handler's `fast_path` (rpc/api).
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from nvpool.core.compiled_loader import load_compiled
+from nvpool.meta.server.shard_parts import ShardParts
 from nvpool.meta.sessions.table import Session, Slot
 from nvpool.rpc.error_codec import encode_error
 from nvpool.rpc.transports.frame import REPLY, pack_head
@@ -38,25 +41,19 @@ _fast_path = load_compiled("nvpool.meta.server._fast_path")
 IS_COMPILED = _fast_path is not None
 
 
-class FastPathService(Protocol):
-    """Interface of the metadata service that this module uses.
-
-    The compiled module also reads parts of the service's state.
-    """
-
-    def change_failed(self, session: Session, slot: Slot, sequence: int, mark: int, error: Exception) -> None:
-        """Record that the engine did not accept a change."""
+FailChange = Callable[[Session, Slot, int, int, Exception], None]
+"""Records that the engine did not accept a change: (session, slot, sequence, mark, error)."""
 
 
-def open_fast_path(service: FastPathService) -> Any | None:
-    """Fast path of the service, bound to the state that the service has now; None: not compiled."""
+def open_fast_path(parts: ShardParts, fail_change: FailChange) -> Any | None:
+    """Fast path of a shard with these parts; None: not compiled."""
     if _fast_path is None:
         return None
-    return _fast_path.FastPath(service, _failed)
+    return _fast_path.FastPath(parts, partial(_failed, fail_change))
 
 
 def _failed(
-    service: FastPathService,
+    fail_change: FailChange,
     session: Session,
     slot: Slot,
     sequence: int,
@@ -66,6 +63,6 @@ def _failed(
 ) -> bytes:
     """Error frame for a change that the engine did not accept, with the same effects as in
     `MetaService.handle`."""
-    service.change_failed(session, slot, sequence, mark, error)
+    fail_change(session, slot, sequence, mark, error)
     code, message = encode_error(error)
     return pack_head(REPLY, code, number, 0, message, 0)

@@ -222,7 +222,7 @@ class ShardMember:
                 continue
             self._removed = f"{self._options.path} was removed while it was in use"
             if self.service is not None:
-                self.service.reason = f"{self._removed}: only this process still has the records"
+                self.service.status.reason = f"{self._removed}: only this process still has the records"
             if not self._is_primary and self.standby is not None:
                 if self._options.member in up_standbys(self._shard):
                     try:

@@ -400,8 +400,8 @@ class ShardPlace(FuzzTarget):
         return None
 
     def _end_sessions(self) -> None:
-        owner = self.service._callers.of(self._peer).owner
-        for session in [one for one in self.service._sessions.by_number.values() if one.owner == owner]:
+        owner = self.service.parts.callers.of(self._peer).owner
+        for session in [one for one in self.service.parts.sessions.by_number.values() if one.owner == owner]:
             request = pb.CloseSessionRequest(session=session.number).SerializeToString()
             self.service.handle(DirectCall(wire.META_CLOSE_SESSION, request, peer=self._peer))
 
@@ -508,14 +508,14 @@ class ShardPlace(FuzzTarget):
             await self.iteration()
         else:
             await asyncio.sleep(self._chance.random() * 2)
-        if self._session not in self.service._sessions.by_number:
+        if self._session not in self.service.parts.sessions.by_number:
             self._open_session()
 
     async def _renew(self) -> None:
         await self._renew_others()
         if chance_of_new := self._chance.random() < 0.2:
             self._end_sessions()
-        if chance_of_new or self._session not in self.service._sessions.by_number:
+        if chance_of_new or self._session not in self.service.parts.sessions.by_number:
             self._open_session()
 
     async def wait_a_little(self, waited_s: float) -> float:
@@ -616,14 +616,14 @@ class ShardPlace(FuzzTarget):
 
     def _of_others(self) -> Any:
         """Return the victim's session: its open files, slots with replies, and locks."""
-        session = self.service._sessions.by_number.get(self._victim.session)
+        session = self.service.parts.sessions.by_number.get(self._victim.session)
         if session is None:
             return None
         slots = [(slot.sequence, slot.answer, slot.mark) for slot in session.slots if slot is not None]
         locks = sorted(
             (one.owner, one.span.start, one.span.end, one.span.mode)
             for inode in self._planted
-            for one in self.service._view.locks.locks_on(inode)
+            for one in self.service.parts.view.locks.locks_on(inode)
             if one.owner.session == session.number and not one.waits
         )
         return session.secret, session.owner, dict(session.opens), slots, session.identity, locks
@@ -632,7 +632,7 @@ class ShardPlace(FuzzTarget):
         super().check()
         if self.service.died.done():
             raise FuzzFailure(f"the service has died: {self.service.died.exception()!r}")
-        for session in self.service._sessions.by_number.values():
+        for session in self.service.parts.sessions.by_number.values():
             if (kept := retained_bytes(session)) > SESSION_BYTES_MAX:
                 raise FuzzFailure(
                     f"session {session.number:#x} retains {kept:,} bytes beside its open files; {SESSION_BYTES_MAX:,} at "

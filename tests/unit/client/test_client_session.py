@@ -469,14 +469,16 @@ def test_ended_session_is_replaced_and_files_stay_usable():
             state = next(iter(case.vfs.meta._shards.values()))
             old = state.session
             service = case.pool.meta
-            service._end_session(service._sessions.get(old), service._clock.boottime_s())
+            service.session_handlers.end_session(
+                service.parts.sessions.get(old), service.parts.clock.boottime_s()
+            )
             await asyncio.sleep(0.05)
             await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
             assert state.session != old
             await case.vfs.write(handle, 5, b" again")
             await case.vfs.flush(handle)
             assert bytes(await case.vfs.read(handle, 0, 20)) == b"hello again"
-            assert service._sessions.get(state.session).opens == {handle.inode: 1}
+            assert service.parts.sessions.get(state.session).opens == {handle.inode: 1}
 
     run(main())
 
@@ -546,15 +548,20 @@ def test_open_files_are_named_until_the_shard_replies():
             await case.pool.start_shard()
             await until(
                 lambda: (
-                    len(lost) == 2 and case.pool.meta._sessions.get(state.session).opens == {handle.inode: 1}
+                    len(lost) == 2
+                    and case.pool.meta.parts.sessions.get(state.session).opens == {handle.inode: 1}
                 )
             )
             most = 3
             service = case.pool.meta
-            service._end_session(service._sessions.get(state.session), service._clock.boottime_s())
+            service.session_handlers.end_session(
+                service.parts.sessions.get(state.session), service.parts.clock.boottime_s()
+            )
             await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
             await until(
-                lambda: len(lost) == 3 and service._sessions.get(state.session).opens == {handle.inode: 1}
+                lambda: (
+                    len(lost) == 3 and service.parts.sessions.get(state.session).opens == {handle.inode: 1}
+                )
             )
 
     run(main())
@@ -567,8 +574,8 @@ def test_waiting_for_a_shared_request_respects_the_deadline(asked):
             await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
             meta, held = case.vfs.meta, []
             state = meta._shard_of(ROOT_INODE)
-            before = case.pool.meta._routes[asked]
-            case.pool.meta._routes[asked] = held.append
+            before = case.pool.meta.routes[asked]
+            case.pool.meta.routes[asked] = held.append
             state.met = None
             if asked == wire_pb2.META_OPEN_SESSION:
                 meta._lost(state, state.session)
@@ -584,7 +591,7 @@ def test_waiting_for_a_shared_request_respects_the_deadline(asked):
                     await meta.ensure_session(state, soon_s)
             assert not refused.value.may_be_applied
             assert not (state.meeting if state.session else state.opening).done()
-            case.pool.meta._routes[asked] = before
+            case.pool.meta.routes[asked] = before
             for call in held:
                 before(call)
             await asking
@@ -636,7 +643,7 @@ def test_late_refusal_of_an_old_session_is_ignored():
                     raise
 
             meta._send = slow
-            service._end_session(service._sessions.get(state.session), 0.0)
+            service.session_handlers.end_session(service.parts.sessions.get(state.session), 0.0)
             asking = asyncio.create_task(case.vfs.getattr(ROOT_INODE))
             await asyncio.sleep(0.01)
             await case.vfs.mkdir(ROOT_INODE, b"e", 0o755, ME)
@@ -670,7 +677,7 @@ def test_closed_handles_are_released_in_batches():
     async def main() -> None:
         async with Case() as case:
             handles = [await case.file(b"x", b"f%d" % number) for number in range(20)]
-            session = next(iter(case.pool.meta._sessions.by_number.values()))
+            session = next(iter(case.pool.meta.parts.sessions.by_number.values()))
             assert len(session.opens) == 20
             for handle in handles:
                 await case.vfs.release(handle)

@@ -135,7 +135,7 @@ async def test_search_step_is_bounded_in_entries_and_partitions(client):
     inode = (await client.file(ROOT, b"last")).inode
     for number in range(300):
         await client.file(ROOT, b"%d" % number)
-    kv = client.service._kv
+    kv = client.service.parts.kv
     for limit, scans in ((100, 1), (0, lookup_operations.NAMES_LIMIT // lookup_operations._EMPTY_SCAN)):
         for fields in ({}, {"elsewhere": True}):
             cursor, done = b"", False
@@ -153,7 +153,7 @@ async def test_search_step_is_bounded_in_entries_and_partitions(client):
 @shard
 async def test_unreadable_entries_do_not_hide_others(client):
     inodes = [(await client.file(ROOT, b"%d" % number)).inode for number in range(40)]
-    kv = client.service._kv
+    kv = client.service.parts.kv
     keys = [
         key
         for key, _ in MemoryKv.scan(
@@ -239,7 +239,7 @@ async def test_paths_are_found_at_any_depth_and_after_moves(pool, vfs, finder):
 @in_a_pool
 async def test_search_without_replies_ends_in_time(pool, vfs, finder):
     inode = await made(vfs, b"/a/f")
-    kept, routes = [], pool.meta._routes
+    kept, routes = [], pool.meta.routes
     names, routes[wire_pb2.META_NAMES] = (
         routes[wire_pb2.META_NAMES],
         kept.append,
@@ -261,7 +261,7 @@ async def test_search_ends_for_a_directory_loop_and_an_older_shard(pool, vfs, fi
             (await vfs.lookup((await vfs.lookup(ROOT, b"a")).inode, b"b")).inode,
         )
     ]
-    view = pool.meta._view
+    view = pool.meta.parts.view
     ((key, raw),) = (
         (k, v)
         for k, v in view.scan(records.prefix(0, records.DENTRY), records.prefix(0, records.DENTRY + 1), 9)
@@ -280,7 +280,7 @@ async def test_search_ends_for_a_directory_loop_and_an_older_shard(pool, vfs, fi
         ]
     )
     assert await finder.find([inode], 10) == {}
-    del pool.meta._routes[wire_pb2.META_NAMES]
+    del pool.meta.routes[wire_pb2.META_NAMES]
     assert await finder.find([inode], 10) == {}
 
 

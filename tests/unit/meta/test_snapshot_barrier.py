@@ -42,7 +42,7 @@ class Stages:
 
 async def until_a_request_waits(names: CrossShardNames, shard: int) -> None:
     async with asyncio.timeout(60):
-        while not names.pool.metas[shard]._waits.tasks:  # noqa: ASYNC110 (no notification)
+        while not names.pool.metas[shard].parts.waits.tasks:  # noqa: ASYNC110 (no notification)
             await asyncio.sleep(0.005)
 
 
@@ -94,7 +94,7 @@ def test_barrier_that_timed_out_is_reported_as_invalid(monkeypatch):
         stages = Stages(names)
         await stages.ask(QUIET, 2)
         async with asyncio.timeout(60):
-            while names.pool.metas[2]._moment.spans_wait:  # noqa: ASYNC110 (no notification)
+            while names.pool.metas[2].parts.moment.spans_wait:  # noqa: ASYNC110 (no notification)
                 await asyncio.sleep(0.01)
         with pytest.raises(Busy):
             await stages.ask(TAKE, 2)
@@ -117,7 +117,7 @@ def test_two_concurrent_barriers_both_succeed():
         begun = await asyncio.gather(beginning, begin_at_all(names.pool._clients[0]))
         assert begun[0].holders == begun[1].holders == names.pool.pool_map.shard_of_partition
         assert set(begun[0].cursors) == set(names.at)
-        assert not any(meta._moment.spans_wait for meta in names.pool.metas.values())
+        assert not any(meta.parts.moment.spans_wait for meta in names.pool.metas.values())
 
     run(main)
 
@@ -157,7 +157,7 @@ def test_check_restarts_and_reports_a_new_primary(monkeypatch, shard):
         assert len(asked) > 3 and len(found.restarts) == 1
         assert not found.problems, found.problems
         assert found.records == quiet.records
-        assert not any(meta._runs.under_way() for meta in names.pool.metas.values())
+        assert not any(meta.parts.runs.under_way() for meta in names.pool.metas.values())
 
     run(main)
 
@@ -198,6 +198,6 @@ def test_check_that_never_ends_reports_the_reason(monkeypatch):
         with pytest.raises(StaleCursor):
             await check_metadata(names.pool._clients[0], found)
         assert found.restarts == ["it is another one"] * 2
-        assert not any(meta._runs.under_way() for meta in names.pool.metas.values())
+        assert not any(meta.parts.runs.under_way() for meta in names.pool.metas.values())
 
     run(main)

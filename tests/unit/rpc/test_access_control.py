@@ -18,6 +18,7 @@ from nvpool.core.grants import READ, WRITE, Grant, sign
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.kv.memory_engine import MemoryKv
 from nvpool.kv.options import LmdbOptions
+from nvpool.meta.server.service import MetaService
 from nvpool.meta.server.shard_member import MemberOptions, ShardMember
 from nvpool.node.supervisor import Supervisor
 from nvpool.rpc.access_control import RIGHTS, Callers, LeastRight
@@ -186,10 +187,14 @@ def test_callers_of_many_connections_are_distinguished():
 
 def test_metadata_service_checks_its_callers():
     async def main() -> None:
-        async with InProcessPool() as pool:
-            meta = next(iter(pool.metas.values()))
-            meta._callers = Callers(OPERATORS)
-            await check_all([method for method in METHODS if 100 <= method < 200], meta.handle, LOCAL_PEERS)
+        service = MetaService(MemoryKv(), grant_secret=SECRET, callers=Callers(OPERATORS))
+        await service.start()
+        try:
+            await check_all(
+                [method for method in METHODS if 100 <= method < 200], service.handle, LOCAL_PEERS
+            )
+        finally:
+            await service.close()
 
     asyncio.run(main())
 
@@ -399,6 +404,6 @@ def test_snapshot_barrier_without_a_number_is_refused():
                 meta.handle(call)
                 with pytest.raises(InvalidRequest):
                     await call.wait()
-                assert not meta._moment.changes_wait and not meta._moment.spans_wait
+                assert not meta.parts.moment.changes_wait and not meta.parts.moment.spans_wait
 
     asyncio.run(main())

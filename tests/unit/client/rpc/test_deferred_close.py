@@ -77,7 +77,7 @@ def losing(times: int, *, sent: bool):
 
 
 def session_of(pool):
-    return next(iter(pool.meta._sessions.by_number.values()))
+    return next(iter(pool.meta.parts.sessions.by_number.values()))
 
 
 @pytest.mark.parametrize("sent", [True, False])
@@ -92,7 +92,7 @@ def test_file_with_a_lost_close_is_closed_at_the_renewal(sent):
             await vfs.release(handle)
             await until(lambda: lost)
             assert sent or session_of(pool).opens == {attr.inode: 1}
-            await until(lambda: not session_of(pool).opens and not pool.meta._collector.orphans)
+            await until(lambda: not session_of(pool).opens and not pool.meta.parts.collector.orphans)
 
     run(main())
 
@@ -116,7 +116,7 @@ def test_reopened_file_stays_open_after_a_lost_close():
             assert session_of(pool).opens[attr.inode] >= 1
             assert bytes(await vfs.read(again, 0, 10)) == b"still here"
             await vfs.release(again)
-            await until(lambda: not session_of(pool).opens and not pool.meta._collector.orphans)
+            await until(lambda: not session_of(pool).opens and not pool.meta.parts.collector.orphans)
 
     run(main())
 
@@ -147,7 +147,7 @@ def test_file_opened_by_a_late_reply_is_not_given_up():
             await asyncio.sleep(LEASE_S)
             assert session_of(pool).opens == {attr.inode: 1} and not state.doubts
             await vfs.release(handle)
-            await until(lambda: not session_of(pool).opens and not pool.meta._collector.orphans)
+            await until(lambda: not session_of(pool).opens and not pool.meta.parts.collector.orphans)
 
     run(main())
 

@@ -46,7 +46,7 @@ def test_file_closed_before_a_kill_is_not_open_after_it(answered):
 
         def opens():
             (session,) = [
-                one for one in pool.meta._sessions.by_number.values() if one.client.startswith("mount")
+                one for one in pool.meta.parts.sessions.by_number.values() if one.client.startswith("mount")
             ]
             return set(session.opens)
 
@@ -97,7 +97,7 @@ def test_open_of_a_vanished_requester_is_closed():
         after = await process()
         await after.vfs.take_over([])
         await after.vfs.lookup(ROOT_INODE, b"f")
-        (session,) = pool.meta._sessions.by_number.values()
+        (session,) = pool.meta.parts.sessions.by_number.values()
         assert session.opens == {attr.inode: 1}
         after.vfs.meta.once.all_came_again(set())
         await until(lambda: not session.opens)

@@ -343,7 +343,7 @@ def test_next_open_and_look_up_see_changes_of_others():
             assert (await one.lookup(ROOT_INODE, b"second name")).links == 1
             await other.setxattr((await one.lookup(ROOT_INODE, b"second name")).inode, b"user.x", b"1", 0, ME)
             assert await one.getxattr((await one.lookup(ROOT_INODE, b"second name")).inode, b"user.x") == b"1"
-            assert case.pool.meta._watches.waited_out == 0
+            assert case.pool.meta.parts.watches.waited_out == 0
 
     run(main())
 
@@ -355,7 +355,7 @@ def test_contended_file_gets_no_repeated_leases():
             for number in range(20):
                 assert await get(case.one, b"file") == b"%d" % number
                 await put(case.other, b"file", b"%d" % (number + 1))
-            assert case.pool.meta._watches.recalled <= 2
+            assert case.pool.meta.parts.watches.recalled <= 2
 
     run(main())
 
@@ -376,7 +376,7 @@ def test_silent_client_delays_a_change_only_once():
             for name in names:
                 await put(other, name, b"second")
             # the second wait lasts some milliseconds: the reply that named the first file gave a later end of the watch
-            assert case.pool.meta._watches.waited_out <= 2
+            assert case.pool.meta.parts.watches.waited_out <= 2
             assert one.open_now((await other.lookup(ROOT_INODE, names[0])).inode, os.O_RDONLY) is None
             for name in names:
                 assert await get(one, name) == b"second"
@@ -393,7 +393,7 @@ def test_lost_lease_recalls_are_repeated_before_a_change():
             one, other = case.one, case.other
             await put(other, b"file", b"first")
             assert await get(one, b"file") == b"first"
-            watches = case.pool.meta._watches
+            watches = case.pool.meta.parts.watches
             answer, lost = watches._answer, []
 
             def lose(watch, call) -> None:
@@ -421,7 +421,7 @@ def test_too_many_recalls_end_all_leases(monkeypatch):
             await asyncio.gather(*[other.setattr(inode, mode=0o600, caller=ME) for inode in inodes])
             for number in range(12):
                 assert (await one.lookup(ROOT_INODE, b"%d" % number)).mode & 0o777 == 0o600
-            assert case.pool.meta._watches.waited_out == 0
+            assert case.pool.meta.parts.watches.waited_out == 0
             await get(one, b"1")
             await put(other, b"1", b"second")
             assert await get(one, b"1") == b"second"
@@ -460,7 +460,7 @@ def test_unreported_open_stays_readable_after_unlink():
         async with Case(meta=MetaOptions(watch_s=1.0, linger_s=0.0, tick_s=3600)) as case:
             one, other, content = case.one, case.other, os.urandom(200 * KIB)
             inode = await put(other, b"file", content)
-            await until(lambda: not case.pool.meta._sessions.holders)
+            await until(lambda: not case.pool.meta.parts.sessions.holders)
             await one.lookup(ROOT_INODE, b"file")
             handle, sent = await case.counted(one.open(inode, os.O_RDONLY, ME))
             assert not sent and handle.file.unreported
@@ -468,7 +468,7 @@ def test_unreported_open_stays_readable_after_unlink():
             await case.pool.meta.run_once()
             assert bytes(await one.read(handle, 0, 1 << 20)) == content
             await one.release(handle)
-            await until(lambda: not case.pool.meta._sessions.holders)
+            await until(lambda: not case.pool.meta.parts.sessions.holders)
             await case.pool.meta.run_once()
             assert not any(key[0] == inode for chunks in case.chunks.values() for key in chunks)
 
@@ -479,13 +479,13 @@ def test_lease_open_is_reported_unless_closed_before():
     async def main() -> None:
         async with Case(EXACT._replace(report_opens_s=0.2), LONG) as case:
             inodes = [await put(case.other, name, b"x") for name in (b"kept", b"closed")]
-            await until(lambda: not case.pool.meta._sessions.holders)
+            await until(lambda: not case.pool.meta.parts.sessions.holders)
             for name in (b"kept", b"closed"):
                 await case.one.lookup(ROOT_INODE, name)
             handles = [await case.one.open(inode, os.O_RDONLY, ME) for inode in inodes]
             again = await case.one.open(inodes[0], os.O_RDONLY, ME)
             await case.one.release(handles[1])
-            session = case.pool.meta._sessions.by_number[state_of(case.one).session]
+            session = case.pool.meta.parts.sessions.by_number[state_of(case.one).session]
             await until(lambda: session.opens and not again.file.unreported)
             assert session.opens == {inodes[0]: 1} and not again.file.unreported
             case.pool.sent.clear()
@@ -506,7 +506,7 @@ def test_read_of_a_collected_file_fails_after_a_long_stop(size):
         ) as case:
             one, other, content = case.one, case.other, b"\1" * size
             inode = await put(other, b"file", content)
-            await until(lambda: not case.pool.meta._sessions.holders)
+            await until(lambda: not case.pool.meta.parts.sessions.holders)
             await one.lookup(ROOT_INODE, b"file")
             handle = one.open_now(inode, os.O_RDONLY)
             state_of(one).reporting.cancel()

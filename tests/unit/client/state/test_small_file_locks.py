@@ -52,7 +52,9 @@ def test_content_is_dropped_when_a_session_ends(locked):
             await case.one.read(handle, 0, 100)
             assert case.one.read_now(handle, 0, 100) is not None
             meta = case.pool.meta
-            meta._end_session(meta._sessions.get(case.one.meta.session_of(inode)), meta._options.grant_s)
+            meta.session_handlers.end_session(
+                meta.parts.sessions.get(case.one.meta.session_of(inode)), meta.parts.options.grant_s
+            )
             await case.one.getattr(ROOT_INODE)  # learns that the session ended
             assert case.one.read_now(handle, 0, 100) is None and case.one.leases.held(inode) is None
             if locked:

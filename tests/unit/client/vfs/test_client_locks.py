@@ -58,7 +58,7 @@ class Case:
         """(start, end, mode) of all locks of the shard, of any kind and owner."""
         return sorted(
             (one.span.start, one.span.end, one.span.mode)
-            for one in self.pool.meta._view.locks.locks_on(self.inode)
+            for one in self.pool.meta.parts.view.locks.locks_on(self.inode)
         )
 
     async def until_held(self, expected) -> None:
@@ -70,7 +70,7 @@ class Case:
 
     async def until_waiting(self, count: int) -> None:
         for _ in range(10_000):
-            if self.pool.meta._view.locks.waiting >= count:
+            if self.pool.meta.parts.view.locks.waiting >= count:
                 return
             await asyncio.sleep(0.001)
         raise AssertionError(f"there are fewer than {count} waiters")
@@ -78,7 +78,9 @@ class Case:
     def end_session(self, vfs) -> None:
         """End the client's session, as if the shard had not heard of the client for a lease."""
         meta = self.pool.meta
-        meta._end_session(meta._sessions.get(vfs.meta.session_of(self.inode)), meta._options.grant_s)
+        meta.session_handlers.end_session(
+            meta.parts.sessions.get(vfs.meta.session_of(self.inode)), meta.parts.options.grant_s
+        )
 
 
 def run(work) -> None:
@@ -193,7 +195,7 @@ async def test_interrupted_waiter_leaves_the_queue_immediately(c):
     async with asyncio.timeout(TURN_S - 1.0):  # otherwise the turn of the first has to pass
         await second
     await c.there.setlk(c.theirs, 2, *ALL, UNLOCKED)
-    assert c.pool.meta._view.locks.waiting == 0
+    assert c.pool.meta.parts.view.locks.waiting == 0
 
 
 async def slow_answers(vfs, seconds: float) -> None:
@@ -541,7 +543,7 @@ def test_clients_agree_with_the_shard_on_locks(seed):
                     (vfs.meta.session_of(c.inode), key.owner): owned.spans
                     for key, owned in vfs.locks.owned.items()
                 }
-                file = c.pool.meta._view.locks.files.get(c.inode)
+                file = c.pool.meta.parts.view.locks.files.get(c.inode)
                 has = {
                     (key.session, key.owner): spans
                     for key, spans in (file.spans if file else {}).items()

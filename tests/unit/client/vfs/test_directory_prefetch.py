@@ -142,7 +142,7 @@ def test_changes_of_others_are_seen_after_a_listing():
             for name in (names[81], names[82], names[91]):
                 with pytest.raises(NotFound):
                     await find(case.one, there, name)
-            assert case.pool.meta._watches.waited_out == 0
+            assert case.pool.meta.parts.watches.waited_out == 0
 
     run(main())
 
@@ -186,7 +186,7 @@ def test_files_without_grants_in_the_listing_are_looked_up():
         async with Case(EXACT, META) as case:
             there, names = await filled(case.other, 200)
             # a volume with its own rights
-            case.pool.meta._view.access.restricted[1 << 40] = VolumeRecord("other", flags=LISTED)
+            case.pool.meta.parts.view.access.restricted[1 << 40] = VolumeRecord("other", flags=LISTED)
             await case.one.getattr(there)
             case.pool.sent.clear()
             for name in names:

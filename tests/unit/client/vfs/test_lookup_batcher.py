@@ -266,7 +266,7 @@ def test_batch_of_names_equals_single_look_ups():
                 request = meta_pb2.LookupManyRequest(session=session, rights=rights)
                 request.directories.add(parent=parent, names=some)
                 return list(
-                    list(lookup_operations.lookup_many(meta._view, request, lambda: 10**18))[-1].found
+                    list(lookup_operations.lookup_many(meta.parts.view, request, lambda: 10**18))[-1].found
                 )
 
             def each(parent: int, some: list[bytes], rights: int) -> list:
@@ -296,15 +296,15 @@ def test_batch_of_names_equals_single_look_ups():
             assert (
                 all(one.entry.lease_ms or one.error for one in found) and found[2].error == NotFound.wire_code
             )
-            meta._view.cutting[cut] = None
+            meta.parts.view.cutting[cut] = None
             cutting = many(ROOT_INODE, names, 1)
             assert (
                 cutting == each(ROOT_INODE, names, 1)
                 and not cutting[-1].entry.grant
                 and not cutting[-1].entry.lease_ms
             )
-            del meta._view.cutting[cut]
-            meta._kv.apply([(records.inode_key(cut), b"\xff")])
+            del meta.parts.view.cutting[cut]
+            meta.parts.kv.apply([(records.inode_key(cut), b"\xff")])
             damaged = many(ROOT_INODE, names, 1)
             assert (
                 damaged == each(ROOT_INODE, names, 1)
@@ -337,7 +337,7 @@ def test_batch_of_many_directories_equals_single_look_ups():
                 for parent, names in asked:
                     request.directories.add(parent=parent, names=names)
                 return list(
-                    list(lookup_operations.lookup_many(meta._view, request, lambda: 10**18))[-1].found
+                    list(lookup_operations.lookup_many(meta.parts.view, request, lambda: 10**18))[-1].found
                 )
 
             def same(asked: list[tuple[int, list[bytes]]]) -> None:
@@ -364,10 +364,10 @@ def test_batch_of_many_directories_equals_single_look_ups():
                 same([*plain[:10], *odd, *plain[10:20]])
                 same(odd)
             inode = (await vfs.lookup(parents[2], b"f")).inode
-            meta._view.cutting[inode] = None
+            meta.parts.view.cutting[inode] = None
             same(plain)
-            del meta._view.cutting[inode]
-            meta._kv.apply([(records.inode_key(inode), b"\xff")])
+            del meta.parts.view.cutting[inode]
+            meta.parts.kv.apply([(records.inode_key(inode), b"\xff")])
             same(plain)
             del held
 
@@ -467,7 +467,7 @@ def test_bytes_read_without_a_lease_are_validated():
         ) as case:
             for name in (b"kept", b"gone"):
                 await put(case.other, name, b"content")
-            while case.pool.meta._sessions.holders:  # noqa: ASYNC110 - until the service knows what was closed
+            while case.pool.meta.parts.sessions.holders:  # noqa: ASYNC110 - until the service knows what was closed
                 await asyncio.sleep(0.01)
             kept, gone = await opened(case, b"kept"), await opened(case, b"gone")
             case.one.meta._shards[1].unreported.pop(gone.inode)  # as if the report of it were lost
@@ -476,7 +476,7 @@ def test_bytes_read_without_a_lease_are_validated():
             case.one.leases.forget(kept.inode)
             assert bytes(await outcome_of(part)) == b"content" and not kept.file.unreported
             await case.other.unlink(ROOT_INODE, b"gone", ME)
-            await case.pool.meta._collector.run_once()
+            await case.pool.meta.parts.collector.run_once()
             assert not case.one.leases.keeps_bytes(gone.inode)
             with pytest.raises(NotFound):
                 await outcome_of(case.one.begin_read(gone, 0, 7))

@@ -97,11 +97,11 @@ class Wide:
                 await asyncio.sleep(0.01)
 
     def _is_quiet(self) -> bool:
-        found = [meta._cross_shard.counters() for meta in self.pool.metas.values()]
+        found = [meta.parts.cross_shard.counters() for meta in self.pool.metas.values()]
         return not any(one["held"] or one["spans_to_tell"] for one in found)
 
     def spans(self) -> float:
-        return sum(meta._cross_shard.counters()["spans"] for meta in self.pool.metas.values())
+        return sum(meta.parts.cross_shard.counters()["spans"] for meta in self.pool.metas.values())
 
     def parts(self) -> int:
         return sum(len(kv.scan(*records.part_range(), 100)) for kv in self.pool.kvs.values())
@@ -124,7 +124,7 @@ def test_removed_shard_has_no_stripe_attributes():
         await vfs.getattr(wide.inode)
         asked: list = []
         for method in (wire_pb2.META_PARTS, wire_pb2.META_SYNC):
-            meta._routes[method] = asked.append
+            meta.routes[method] = asked.append
         calls = [
             asyncio.create_task(call)
             for call in (vfs.parts.inodes.fetch(wide.inode), vfs.fsyncdir(wide.inode))
@@ -136,9 +136,9 @@ def test_removed_shard_has_no_stripe_attributes():
         vfs.view.offer(
             changed(
                 now,
-                shards=tuple(shard for shard in now.shards if shard.id != meta._shard),
+                shards=tuple(shard for shard in now.shards if shard.id != meta.parts.shard),
                 partitions=tuple(
-                    replace(part, shard=wide.home) if part.shard == meta._shard else part
+                    replace(part, shard=wide.home) if part.shard == meta.parts.shard else part
                     for part in now.partitions
                 ),
             )
@@ -513,12 +513,12 @@ def test_shard_with_an_older_map_does_not_remove_the_directory():
             await pool.start_shard(3)
             async with asyncio.timeout(60):
                 while (  # noqa: ASYNC110
-                    not pool.metas[3]._moving.destination.taken
-                    or pool.metas[3]._moving.counters()["partitions_coming"]
+                    not pool.metas[3].moving.destination.taken
+                    or pool.metas[3].moving.counters()["partitions_coming"]
                 ):
                     await asyncio.sleep(0.01)
             owners = pool.pool_map.shard_of_partition
-            assert 3 in owners and 3 not in pool.metas[decides]._view.shards
+            assert 3 in owners and 3 not in pool.metas[decides].parts.view.shards
             other = (await pool.client("second", OPTIONS)).vfs
             await other.getattr(wide)
             name = next(
@@ -530,7 +530,7 @@ def test_shard_with_an_older_map_does_not_remove_the_directory():
             await other.release(handle)
             assert pool.kvs[3].scan(*records.part_range(), 1)
             removing = asyncio.create_task(vfs.rmdir(ROOT_INODE, removed, ME))
-            while not removing.done() and not pool.metas[decides]._cross_shard.coordinator.begun_again:  # noqa: ASYNC110
+            while not removing.done() and not pool.metas[decides].parts.cross_shard.coordinator.begun_again:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             assert not removing.done()
             pool.deaf.clear()

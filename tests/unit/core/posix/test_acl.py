@@ -374,7 +374,7 @@ def test_link_gives_an_unnamed_file_a_name(shards):
         assert named.links == 1 and await names(vfs, other) == [b"f"]
         await vfs.release(handle)
         for meta in pool.metas.values():
-            await meta._collector.run_once()
+            await meta.parts.collector.run_once()
         again = await vfs.open((await vfs.lookup(other, b"f")).inode, os.O_RDONLY, ME)
         assert bytes(await vfs.read(again, 0, 10)) == b"bytes"
         await vfs.release(again)
@@ -393,13 +393,13 @@ def test_unnamed_file_is_deleted_when_closed():
         with pytest.raises(errors.NotFound):
             await vfs.link(attr.inode, top, b"f", ME)
         meta = pool.metas[1]
-        meta._collector.orphans[attr.inode] = 0.0
-        await meta._collector.run_once()
+        meta.parts.collector.orphans[attr.inode] = 0.0
+        await meta.parts.collector.run_once()
         assert bytes(await vfs.read(handle, 0, 1)) == b"x"
         await vfs.release(handle)
         await pool._clients[0].close()
-        meta._collector.orphans[attr.inode] = 0.0
-        await meta._collector.run_once()
+        meta.parts.collector.orphans[attr.inode] = 0.0
+        await meta.parts.collector.run_once()
         assert pool.kvs[1].get(records.inode_key(attr.inode)) is None
 
     in_a_pool(main, shards=1)

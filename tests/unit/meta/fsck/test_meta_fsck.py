@@ -26,7 +26,7 @@ class Planted:
         self.service = MetaService(self.kv, grant_secret=b"s" * 32, dialer=StoreRecorder(), options=OPTIONS)
         self.service.update_map(small_map())
         await self.service.start()
-        self.view = self.service._view
+        self.view = self.service.parts.view
         c = self.client = await ShardClient(self.service).begin()
         self.dir = (await c.mkdir(ROOT, b"dir")).inode
         self.sub = (await c.mkdir(self.dir, b"sub")).inode

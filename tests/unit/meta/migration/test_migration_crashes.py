@@ -76,7 +76,7 @@ async def until_at_rest(pool: InProcessPool) -> None:
     async with asyncio.timeout(WAIT_S):
         while pool.pool_map.moves or any(
             one["partitions_coming"] + one["partitions_leaving"]
-            for one in (meta._moving.counters() for meta in pool.metas.values())
+            for one in (meta.moving.counters() for meta in pool.metas.values())
         ):
             for shard, meta in list(pool.metas.items()):
                 if meta.died.done():  # in this term the result of its request is unknown
@@ -89,7 +89,7 @@ async def until_settled(pool: InProcessPool) -> None:
     async with asyncio.timeout(WAIT_S):
         while any(  # noqa: ASYNC110
             one["held"] or one["spans_to_tell"]
-            for one in (meta._cross_shard.counters() for meta in pool.metas.values())
+            for one in (meta.parts.cross_shard.counters() for meta in pool.metas.values())
         ):
             await asyncio.sleep(0.01)
 
@@ -169,7 +169,7 @@ def test_open_orphan_survives_a_crash_of_the_destination(
             client = await pool.client("client", OPTIONS)
             vfs, new = client.vfs, pool.new_shard(2)
             _, going = partition_moves.next_batch(partition_moves.shard_added(pool.pool_map, new), 1)
-            name_hash = pool.meta._view.name_hash
+            name_hash = pool.meta.parts.view.name_hash
             name = next(
                 b"%d" % number
                 for number in range(1_000_000)
@@ -189,10 +189,10 @@ def test_open_orphan_survives_a_crash_of_the_destination(
             pool.loses_moved = lambda: ""
             meta = pool.metas[2]
             async with asyncio.timeout(WAIT_S):
-                while not meta._moving.destination.taken:  # noqa: ASYNC110
+                while not meta.moving.destination.taken:  # noqa: ASYNC110
                     await asyncio.sleep(0)
             await meta.run_once()
-            assert attr.inode in meta._collector.orphans
+            assert attr.inode in meta.parts.collector.orphans
             await until_at_rest(pool)
             assert bytes(await vfs.read(handle, 0, 100)) == b"bytes"
             await vfs.release(handle)

@@ -124,7 +124,7 @@ class Moving:
 
     @staticmethod
     def left(meta) -> float:
-        counters = meta._moving.counters()
+        counters = meta.moving.counters()
         return counters["partitions_coming"] + counters["partitions_leaving"]
 
     async def remove(self, shard: int) -> None:
@@ -132,7 +132,7 @@ class Moving:
         await self.settled()
         meta = self.pool.metas[shard]
         async with asyncio.timeout(WAIT_S):
-            while meta._sessions.by_number:  # noqa: ASYNC110
+            while meta.parts.sessions.by_number:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await self.pool.change_map(lambda now: partition_moves.shard_removed(now, shard))
         await self.pool.stop_shard(shard=shard)
@@ -154,14 +154,14 @@ def test_shard_is_added_and_the_root_shard_removed():
         assert moving.pool.pool_map.partitions[1].shard == 2
         await moving.check()
         await moving.check_with_new_client()
-        counts = {shard: meta._view.inode_count for shard, meta in moving.pool.metas.items()}
+        counts = {shard: meta.parts.view.inode_count for shard, meta in moving.pool.metas.items()}
         assert sum(counts.values()) == 13 + len(moving.files) and min(counts.values()) > 0
         await moving.fill(2)
         await moving.remove(1)
         assert set(moving.pool.metas) == {2}
         await moving.check()
         await moving.check_with_new_client()
-        assert moving.pool.metas[2]._view.inode_count == 15 + len(moving.files)
+        assert moving.pool.metas[2].parts.view.inode_count == 15 + len(moving.files)
 
     run(main)
 
@@ -189,17 +189,19 @@ def test_open_locked_and_unlinked_files_migrate():
             await vfs.setlk(handle, 7, 0, 49, UNLOCKED, 1)
             await vfs.setlk(handle, 7, 200, 299, SHARED, 1)
         meta = moving.pool.metas[2]
-        assert meta._collector.orphans.keys() == {inode for inode, _ in held}
-        (session,) = {owner.session for inode, _ in held for owner in meta._locks._table.files[inode].spans}
+        assert meta.parts.collector.orphans.keys() == {inode for inode, _ in held}
+        (session,) = {
+            owner.session for inode, _ in held for owner in meta.parts.locks._table.files[inode].spans
+        }
         assert session == vfs.meta.session_of(ROOT_INODE) and session >> 48 == 2
         for inode, _ in held:
             assert (
-                meta._sessions.by_number[session].opens[inode] >= 1
+                meta.parts.sessions.by_number[session].opens[inode] >= 1
             )  # counted twice if a renewal came in between
         for _, handle in held:
             await vfs.release(handle)
         async with asyncio.timeout(WAIT_S):
-            while any(inode in meta._locks._table.files for inode, _ in held):  # noqa: ASYNC110
+            while any(inode in meta.parts.locks._table.files for inode, _ in held):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await moving.check(other)
 
@@ -230,7 +232,7 @@ def test_pending_release_is_sent_to_the_new_shard():
         here = set(meta._shards[1].released)
         assert here and here <= {inode for inode, _ in closed}
         await moving.remove(1)
-        orphans = moving.pool.metas[2]._collector.orphans
+        orphans = moving.pool.metas[2].parts.collector.orphans
         async with asyncio.timeout(WAIT_S):
             while here & orphans.keys():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -246,13 +248,13 @@ def test_migrated_lock_is_granted_to_its_waiter():
         await vfs.setlk(mine, 1, 0, 9, EXCLUSIVE, 1)
         waiting = asyncio.create_task(other.setlk(theirs, 2, 0, 9, EXCLUSIVE, 2, wait=True))
         async with asyncio.timeout(WAIT_S):
-            while not moving.pool.metas[1]._locks.counters()["lock_waiters"]:  # noqa: ASYNC110
+            while not moving.pool.metas[1].parts.locks.counters()["lock_waiters"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await moving.add()
         await moving.request(1, "remove")
         await moving.settled()
         async with asyncio.timeout(WAIT_S):
-            while not moving.pool.metas[2]._locks.counters()["lock_waiters"]:  # noqa: ASYNC110
+            while not moving.pool.metas[2].parts.locks.counters()["lock_waiters"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert not waiting.done()
         await vfs.setlk(mine, 1, 0, 9, UNLOCKED, 1)
@@ -273,17 +275,17 @@ def test_directory_is_not_created_in_a_closed_partition():
         name, partition = next(
             (name, partition)
             for name in map(str.encode, map(str, range(10_000)))
-            if (partition := partition_of_directory(meta._view.name_hash(ROOT_INODE, name))) not in used
+            if (partition := partition_of_directory(meta.parts.view.name_hash(ROOT_INODE, name))) not in used
         )
-        meta._ranges.close((partition,))
+        meta.parts.ranges.close((partition,))
         making = asyncio.create_task(vfs.mkdir(ROOT_INODE, name, 0o755, ME))
         async with asyncio.timeout(WAIT_S):
-            while not meta._waits.tasks and not making.done():  # noqa: ASYNC110
+            while not meta.parts.waits.tasks and not making.done():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert not making.done() and not moving.pool.kvs[1].scan(
             prefix(partition, 0), prefix(partition + 1, 0), 1
         )
-        meta._ranges.open((partition,))
+        meta.parts.ranges.open((partition,))
         made = await asyncio.wait_for(making, WAIT_S)
         assert partition_of(made.inode) == partition
 
@@ -331,7 +333,7 @@ def test_name_operations_continue_during_migrations():
             listed, _ = await moving.vfs.readdir(await moving.vfs.opendir(directory), 0, 1000)
             assert sorted(listed.names) == [b"f0", b"f1"]
         meta = moving.pool.metas[2]
-        assert meta._view.inode_count == 10 + len(moving.files) + len(meta._collector.orphans)
+        assert meta.parts.view.inode_count == 10 + len(moving.files) + len(meta.parts.collector.orphans)
 
     run(main)
 
@@ -341,7 +343,7 @@ def test_sessions_may_change_between_migration_messages():
         for number in range(3):
             vfs = (await moving.pool.client(f"client {number}", OPTIONS)).vfs
             await vfs.create(ROOT_INODE, b"%d" % number, 0o644, os.O_RDWR, ME)
-        inside = moving.pool.meta._moving._inside
+        inside = moving.pool.meta.moving._inside
         batches = sessions_to_move(inside, frozenset(range(PARTITION_COUNT)))
         numbers = {next(batches).session}
         another = (await moving.pool.client("another", OPTIONS)).vfs

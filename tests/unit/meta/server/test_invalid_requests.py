@@ -61,7 +61,7 @@ async def test_kept_refusal_does_not_keep_the_request(shard, client):
     name = b"\xff/" * 50_000
     with pytest.raises(NameTooLong):
         await client.file(ROOT, name)
-    kept = shard.service._sessions.get(client.session).slots[0].error
+    kept = shard.service.parts.sessions.get(client.session).slots[0].error
     assert isinstance(kept, NameTooLong) and len(str(kept)) < 100
     assert kept.__traceback__ is kept.__context__ is None  # they would lead to the request
     client.sequences[0] -= 1
@@ -71,9 +71,11 @@ async def test_kept_refusal_does_not_keep_the_request(shard, client):
 
 @scenario
 async def test_kept_refusal_has_a_short_text(shard, client):
-    session = shard.service._sessions.get(client.session)
-    slot = shard.service._sessions.slot(session, 3)
-    shard.service._keep_refusal(session, slot, 1, 0, InvalidRequest("x" * 100_000, retry_after_s=2.0))
+    session = shard.service.parts.sessions.get(client.session)
+    slot = shard.service.parts.sessions.slot(session, 3)
+    shard.service.slot_replays.keep_refusal(
+        session, slot, 1, 0, InvalidRequest("x" * 100_000, retry_after_s=2.0)
+    )
     assert type(slot.error) is InvalidRequest
     assert len(str(slot.error)) == 2000 and slot.error.retry_after_s == 2.0
 
@@ -96,4 +98,4 @@ async def test_lists_beyond_their_limits_are_refused(shard, client):
     ):
         with pytest.raises(InvalidRequest):
             await client.ask(method, request)
-    assert not shard.service._sessions.get(session).opens
+    assert not shard.service.parts.sessions.get(session).opens

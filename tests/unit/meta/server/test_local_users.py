@@ -414,7 +414,7 @@ def test_each_user_method_has_a_guard():
 
 @scenario
 async def test_users_are_refused_in_pools_of_several_shards(place):
-    place.service._view.owners = (1, 2)
+    place.service.parts.view.owners = (1, 2)
     await refused(AccessDenied, place.us.getattr(ROOT))
 
 
@@ -479,7 +479,7 @@ def count_calls(view, name):
 
 @scenario
 async def test_directories_above_many_inodes_are_checked_once(place):
-    files, view = await deep_files(place), place.service._view
+    files, view = await deep_files(place), place.service.parts.view
     asked = pb.GetAttrManyRequest(session=place.us.session, inodes=packed(*files * 5))
     walked, searched = count_calls(view, "directory"), count_calls(view, "scan")
     message, _ = await place.us.send("GETATTR_MANY", asked).wait()
@@ -497,7 +497,7 @@ async def test_names_of_one_directory_check_its_path_once(place):
     asked = pb.LookupManyRequest(
         session=place.us.session, directories=[pb.NamesIn(parent=directory, names=names)]
     )
-    walked = count_calls(place.service._view, "directory")
+    walked = count_calls(place.service.parts.view, "directory")
     assert [one.error for one in (await place.us.ask("LOOKUP_MANY", asked)).found] == [
         NotFound.wire_code
     ] * 20
@@ -577,7 +577,7 @@ async def test_search_of_many_inodes_is_bounded(place):
 
 
 def opens_of(place, client):
-    return set(place.service._sessions.get(client.session).opens)
+    return set(place.service.parts.sessions.get(client.session).opens)
 
 
 @scenario

@@ -55,7 +55,7 @@ class Ordinary(ServerConnection):
     """Replies of the service to a frame by the slow path."""
 
     def __init__(self, service):
-        super().__init__(service.handle, Peer("test", "", True), service._clock)
+        super().__init__(service.handle, Peer("test", "", True), service.parts.clock)
         self._reply_stats = ReplyStats()
         self.sent = []
 
@@ -84,7 +84,7 @@ class Bench:
         self.client = await ShardClient(self.service, 1000, 1000).begin(watch)
         self.home = (await self.client.mkdir(1, b"home")).inode
         for slot in range(64):
-            self.service._sessions.slot(self.service._sessions.get(self.client.session), slot)
+            self.service.parts.sessions.slot(self.service.parts.sessions.get(self.client.session), slot)
         return self
 
     def ask_fast(self, frame, in_work=None):
@@ -151,20 +151,20 @@ class Bench:
                     if slot is not None
                 ],
             )
-            for session in service._sessions.by_number.values()
+            for session in service.parts.sessions.by_number.values()
         ]
         return {
             "records": self.kv.scan(b"", b"\xff" * 12, 1_000_000),
             "sequence": self.kv.sequence,
             "journal": os.pread(journal._files[journal.generation & 1], journal.offset, 0),
             "sessions": sessions,
-            "holders": service._sessions.holders,
-            "orphans": service._collector.orphans,
-            "counters": service._counters,
-            "numbers": (service._view.next_number, service._view.inode_count),
-            "state": service._state,
-            "cool": service._watches._cool,
-            "leases": (bytes(service._watches._table._new), bytes(service._watches._table._old)),
+            "holders": service.parts.sessions.holders,
+            "orphans": service.parts.collector.orphans,
+            "counters": service.status.counters,
+            "numbers": (service.parts.view.next_number, service.parts.view.inode_count),
+            "state": service.status.state,
+            "cool": service.parts.watches._cool,
+            "leases": (bytes(service.parts.watches._table._new), bytes(service.parts.watches._table._old)),
         }
 
 
@@ -281,7 +281,7 @@ async def test_open_file_limit_is_enforced(bench):
         return await bench.ask(CREATE, request)
 
     replies = [await make(b"a", True)]
-    (session,) = bench.service._sessions.by_number.values()
+    (session,) = bench.service.parts.sessions.by_number.values()
     session.peer, session.opens_max = "uid 1000", 0
     replies += [await make(b"b", True), await make(b"c", False)]
     assert [bool(status) for status, _ in replies] == [False, True, False]
@@ -323,7 +323,7 @@ def test_random_requests_give_the_same_replies_and_state(tmp_path, seed):
                     bench.inodes.append(pb.CreateReply.FromString(replies[-1][1]).entry.attr.inode)
                 if seed == 2 and not draw.randrange(10):
                     await other.getattr(draw.choice(bench.inodes[:3]))
-                    bench.service._watches._watches[
+                    bench.service.parts.watches._watches[
                         other.session
                     ].until_s = 0  # the other client never delays a change
                 clock.advance(draw.choice((0.0, 0.001, 1.0)))
@@ -459,7 +459,7 @@ def test_answered_changes_survive_a_crash(tmp_path):
         after = await Bench(kv, service, True).ordinary_client()
         assert await after.names(bench.home) == {b"%d" % number for number in range(50) if number != 7}
         assert (await after.lookup(bench.home, b"9")).attr.inode == made[9]
-        assert service._sessions.slot(service._sessions.get(session), 0).sequence == sequence
+        assert service.parts.sessions.slot(service.parts.sessions.get(session), 0).sequence == sequence
         assert not await after.fsck()
         await service.close()
         await kv.close()
@@ -481,7 +481,7 @@ async def test_loaded_names_are_found_with_the_dumps_name_key(bench):
     await ShardClient(service).ask("LOAD", pb.LoadRequest(first=True, last=True), lines)
     loaded = Bench(kv, service, True)
     client = loaded.client = await ShardClient(service).begin()
-    service._sessions.slot(service._sessions.get(client.session), 0)
+    service.parts.sessions.slot(service.parts.sessions.get(client.session), 0)
     status, message = await loaded.ask(
         LOOKUP, pb.LookupRequest(session=client.session, parent=bench.home, name=b"there")
     )
@@ -569,9 +569,9 @@ async def test_special_requests_are_left_without_side_effects(bench):
         for field, value in strange.items():
             setattr(wrong, field, value)
         assert is_left(bench, CREATE, a_create(bench, change=wrong)), strange
-    service._sessions.get(client.session).slots[5].awaited = True
+    service.parts.sessions.get(client.session).slots[5].awaited = True
     assert is_left(bench, CREATE, a_create(bench))
-    service._sessions.get(client.session).slots[5].awaited = False
+    service.parts.sessions.get(client.session).slots[5].awaited = False
     assert is_left(bench, CREATE, a_create(bench), in_work={7: None})
     assert is_left(bench, CREATE, a_create(bench), in_work=dict.fromkeys(range(1000, 1000 + IN_FLIGHT_MAX)))
     assert not is_left(bench, CREATE, a_create(bench, b"last"), in_work={8: None})
@@ -596,37 +596,40 @@ async def test_shard_in_a_special_state_leaves_requests(bench):
         ]
 
     for state in ("draining", "fenced", "loading"):
-        service._state = state
+        service.status.state = state
         assert all(all_left())
-        service._state = "serving"
-    hold = service._cross_shard.holds.take((9, 9, 9), 0, [b"held"])
+        service.status.state = "serving"
+    hold = service.parts.cross_shard.holds.take((9, 9, 9), 0, [b"held"])
     assert all(all_left())
-    service._cross_shard.holds.release((9, 9, 9))
+    service.parts.cross_shard.holds.release((9, 9, 9))
     assert hold.done.done()
-    service._ranges.set_foreign((77,), True)
+    service.parts.ranges.set_foreign((77,), True)
     assert all(all_left())
-    service._ranges.set_foreign((77,), False)
-    service._ranges.close((88,))
+    service.parts.ranges.set_foreign((77,), False)
+    service.parts.ranges.close((88,))
     assert all(all_left())
-    service._ranges.open((88,))
-    service._view.access.restricted[12] = object()
+    service.parts.ranges.open((88,))
+    service.parts.view.access.restricted[12] = object()
     assert all(all_left())
-    service._view.access.restricted.clear()
+    service.parts.view.access.restricted.clear()
     bench.kv.sync_before_answer = True
     assert all(all_left())
     bench.kv.sync_before_answer = False
-    service._view.owners = (1,) * 4095 + (2,)
+    service.parts.view.owners = (1,) * 4095 + (2,)
     assert all(all_left())
-    service._view.owners = ()
-    service._moment.changes_wait = True
+    service.parts.view.owners = ()
+    service.parts.moment.changes_wait = True
     assert all_left() == [True, True, False]
-    service._moment.changes_wait = False
-    service._view.next_number, before = service._numbers.bounds.inode, service._view.next_number
+    service.parts.moment.changes_wait = False
+    service.parts.view.next_number, before = (
+        service.parts.numbers.bounds.inode,
+        service.parts.view.next_number,
+    )
     assert all_left() == [True, True, False]
-    service._view.next_number = before
-    service._view.cutting[there] = asyncio.get_running_loop().create_future()
+    service.parts.view.next_number = before
+    service.parts.view.cutting[there] = asyncio.get_running_loop().create_future()
     assert all_left() == [False, False, True]  # a report still changes the size
-    service._view.cutting.clear()
+    service.parts.view.cutting.clear()
     assert all_left() == [True, False, False]  # the name exists by now
 
 
@@ -678,7 +681,7 @@ async def test_change_with_leases_of_others_is_left(bench):
     assert not is_left(bench, CREATE, a_create(bench, b"in a directory that he has not"))
     assert (await other.getattr(bench.home)).lease_ms
     assert is_left(bench, CREATE, a_create(bench))
-    bench.service._watches.after_restart([other.session])
+    bench.service.parts.watches.after_restart([other.session])
     assert is_left(bench, CREATE, a_create(bench))
 
 
@@ -693,7 +696,7 @@ async def test_damaged_records_are_left(bench):
         return get(key)
 
     bench.kv.get = damaged
-    bench.service._ranges._look_through()
+    bench.service.parts.ranges._look_through()
     look = pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"there")
     assert is_left(bench, LOOKUP, look)
     assert is_left(
@@ -704,7 +707,7 @@ async def test_damaged_records_are_left(bench):
     bench.kv.get = get
     for raw in (b"", b"\x01", bytes(40), b"\xff" * 40):
         bench.kv.apply([(records.inode_key(there), raw)])
-        bench.service._ranges._look_through()
+        bench.service.parts.ranges._look_through()
         assert is_left(bench, LOOKUP, look)
 
 
@@ -719,7 +722,7 @@ async def test_bug_is_reported_by_the_slow_path(bench):
         return get(key)
 
     bench.kv.get = broken
-    bench.service._ranges._look_through()
+    bench.service.parts.ranges._look_through()
     for method, request in (
         (LOOKUP, pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"there")),
         (GETATTR, pb.GetAttrRequest(session=bench.client.session, inode=there)),
@@ -738,12 +741,12 @@ async def test_failure_after_a_change_returns_the_kept_reply(bench):
     def fail(inode):
         raise CorruptRecord("damaged")
 
-    bench.service._sessions.on_free = fail
+    bench.service.parts.sessions.on_free = fail
     status, message = await bench.ask(
         REPORT, pb.ReportRequest(change=bench.client.change(5), inode=there, end=9, wrote=True, release=True)
     )
     assert not status and pb.AttrReply.FromString(message).attr.size == 9
-    assert bench.kv.sequence == before + 1 and not bench.service._sessions.holders.get(there)
+    assert bench.kv.sequence == before + 1 and not bench.service.parts.sessions.holders.get(there)
 
 
 @with_shard
@@ -826,7 +829,7 @@ async def test_session_of_another_peer_is_left(bench):
         )
     ]
     before = bench.state()
-    session = bench.service._sessions.by_number[bench.client.session]
+    session = bench.service.parts.sessions.by_number[bench.client.session]
     session.owner = "client/alice.1"
     bench.ordinary.peer = bench.ordinary.peer._replace(member="client/mallory.1")
     for frame in frames:
@@ -847,7 +850,7 @@ async def test_session_of_another_peer_is_left(bench):
 async def test_session_bound_to_a_user_is_left(bench):
     look = pb.LookupRequest(session=bench.client.session, parent=1, name=b"home").SerializeToString()
     frame = pack_head(REQUEST, LOOKUP, 7, 1000, look, 0)
-    session, ours = bench.service._sessions.by_number[bench.client.session], bench.ordinary.peer
+    session, ours = bench.service.parts.sessions.by_number[bench.client.session], bench.ordinary.peer
     uid = os.geteuid() + 1000
     user = ours._replace(credentials=Credentials(uid, frozenset((uid,)), 1))
     for peer, owner in (

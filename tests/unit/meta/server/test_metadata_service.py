@@ -252,7 +252,7 @@ async def test_hard_links_share_an_inode_up_to_the_limit(shard, client):
     directory = await client.mkdir(ROOT, b"d")
     with pytest.raises(errors.NotPermitted):
         await client.link(directory.inode, ROOT, b"e")
-    inode = shard.service._view.inode(made.inode)
+    inode = shard.service.parts.view.inode(made.inode)
     inode.links = 1_000_000
     shard.kv.apply([(records.inode_key(made.inode), records.encode_inode(inode))])
     with pytest.raises(errors.TooManyLinks):
@@ -670,7 +670,7 @@ def test_list_returns_each_name_once_during_changes(wide):
 
 @scenario
 async def test_names_with_equal_hashes_are_all_listed(shard, client):
-    shard.service._view.name_hash = lambda directory, name: bytes([0, 0, 0, 0, 0, 0, 1 + len(name) % 2])
+    shard.service.parts.view.name_hash = lambda directory, name: bytes([0, 0, 0, 0, 0, 0, 1 + len(name) % 2])
     names = {b"n%d" % number for number in range(30)} | {b"m%d" % number for number in range(10, 40)}
     for name in names:
         await client.file(ROOT, name)
@@ -745,7 +745,7 @@ async def test_list_omits_unreadable_inodes(shard, client):
     def damaged(keys):
         raise errors.CorruptRecord("one of them")
 
-    shard.service._view.get_many = damaged
+    shard.service.parts.view.get_many = damaged
     assert (await both(client, inode=ROOT))[1].names == [b"whole"]
 
 
@@ -829,19 +829,19 @@ async def test_chunk_removals_are_batched_per_target(shard, client):
     reply = await client.collect()
     assert (reply.inodes, reply.left) == (60, 0)
     assert sorted((r.target, len(r.inodes)) for r in shard.stores.removed) == [(1, 480), (2, 480)]
-    assert not shard.service._collector._queued
+    assert not shard.service.parts.collector._queued
 
 
 @scenario
 async def test_sweep_removes_only_chunks_of_removed_inodes(shard, client):
     living = [(await client.file(ROOT, b"f%d" % number)).inode for number in range(3)]
     given = ids.inode_number(5, 2)  # the counter of the first file, in a partition where it was not born
-    waiting, future = ids.inode_number(6, 3), ids.inode_number(0, shard.service._view.next_number)
+    waiting, future = ids.inode_number(6, 3), ids.inode_number(0, shard.service.parts.view.next_number)
     shard.kv.apply(
         [(records.numbered_key(records.COLLECT, waiting), records.encode_collect(records.Collect(1, 20)))]
     )
     shard.stores.kept[2] = [*living, given, waiting, future, 1 << 63]
-    assert await shard.service._collector.sweep(2) == 1
+    assert await shard.service.parts.collector.sweep(2) == 1
     assert [(r.target, int.from_bytes(r.inodes, "little")) for r in shard.stores.removed] == [(2, given)]
 
 
@@ -919,7 +919,7 @@ async def test_create_replayed_after_a_restart_keeps_the_file_open(shard, client
         client.service = shard.service
         for _ in range(2):
             await client.ask("CREATE", request)
-        assert shard.service._sessions.get(client.session).opens[inode] == 1
+        assert shard.service.parts.sessions.get(client.session).opens[inode] == 1
 
 
 @scenario
@@ -964,7 +964,7 @@ async def test_session_is_resumed_only_with_its_secret(shard, client):
 @scenario
 async def test_resumed_session_keeps_reported_and_replayable_opens(shard, client):
     def session():
-        return shard.service._sessions.get(client.session)
+        return shard.service.parts.sessions.get(client.session)
 
     async def resume(*named):
         await client.ask(
@@ -993,13 +993,16 @@ async def test_resumed_session_keeps_reported_and_replayable_opens(shard, client
     await resume(kept)
     assert session().opens == {kept: 1}
     await resume(kept, closed)
-    assert session().opens == {kept: 1, closed: 1} and shard.service._sessions.holders == {kept: 1, closed: 1}
+    assert session().opens == {kept: 1, closed: 1} and shard.service.parts.sessions.holders == {
+        kept: 1,
+        closed: 1,
+    }
 
 
 @scenario
 async def test_opens_without_a_replay_are_released_after_a_kill(shard, client):
     def opens():
-        return shard.service._sessions.get(client.session).opens
+        return shard.service.parts.sessions.get(client.session).opens
 
     async def resume(*named, slots=()):
         await client.ask(
@@ -1053,7 +1056,7 @@ async def test_opens_without_a_replay_are_released_after_a_kill(shard, client):
     assert opens() == {both: 1, again: 1}
     await release(slots=(5,))
     await release((again,), slots=(5,))
-    assert opens() == {} and shard.service._sessions.holders == {}
+    assert opens() == {} and shard.service.parts.sessions.holders == {}
     await resume(slots=range(64))
     assert opens() == {}
 

@@ -147,7 +147,7 @@ def test_idle_client_releases_its_leases_at_the_shard():
         async with Case(
             ClientOptions(deadline_s=10.0, release_s=0.01), MetaOptions(watch_s=0.9), clock=StandingClock()
         ) as case:
-            state, watches = state_of(case.one), case.pool.meta._watches
+            state, watches = state_of(case.one), case.pool.meta.parts.watches
             await case.one.mkdir(ROOT_INODE, b"there", 0o755, ME)
             await case.one.lookup(ROOT_INODE, b"there")
             await asyncio.sleep(0.5)

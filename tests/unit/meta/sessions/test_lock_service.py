@@ -360,7 +360,7 @@ def test_dangling_locks_are_found_and_repaired():
         client = await ShardClient(shard.service).begin()
         file = (await client.file(ROOT, b"file")).inode
         await client.lock(file, EXCLUSIVE, 0, 9)
-        table = shard.service._view.locks
+        table = shard.service.parts.view.locks
         planted = {
             "no inode": [
                 (records.lock_key(file + 77, RECORD, client.session, 1, 0), records.encode_lock(9, SHARED, 0))

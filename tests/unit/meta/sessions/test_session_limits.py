@@ -83,7 +83,7 @@ async def test_name_of_a_client_is_cut():
     async with a_service() as service:
         request = pb.OpenSessionRequest(client="a\n" + "x" * 100_000)
         reply = await ShardClient(service, peer=ALICE).ask("OPEN_SESSION", request)
-        assert service._sessions.get(reply.session).client == "a?" + "x" * 253
+        assert service.parts.sessions.get(reply.session).client == "a?" + "x" * 253
 
 
 @on_a_loop

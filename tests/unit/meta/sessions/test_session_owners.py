@@ -104,7 +104,7 @@ def test_session_of_another_owner_is_refused_in_each_message(owner, others):
         await mine.file(ROOT, b"f")
         before = shard.kv.sequence
         for other in others:
-            not_asked = shard.service._callers.of(other).refused
+            not_asked = shard.service.parts.callers.of(other).refused
             for method, request in requests_of(mine.session, mine.secret):
                 call = DirectCall(method, request.SerializeToString())
                 call.peer = other
@@ -112,7 +112,7 @@ def test_session_of_another_owner_is_refused_in_each_message(owner, others):
                 with pytest.raises((StaleSession, AccessDenied)) as raised:
                     await call.wait()
                 assert method in not_asked or "belongs to another client" in str(raised.value), raised.value
-        assert shard.kv.sequence == before and mine.session in shard.service._sessions.by_number
+        assert shard.kv.sequence == before and mine.session in shard.service.parts.sessions.by_number
         await mine.unlink(ROOT, b"f")
 
     run(body)
@@ -124,7 +124,7 @@ async def test_node_may_act_for_the_session_of_a_client(shard, client):
     node = Peer(shard, NODE, mine.session, mine.secret)
     await node.begin()
     await node.file(ROOT, b"f")
-    assert shard.service._sessions.by_number[mine.session].owner == "client/alice.1"
+    assert shard.service.parts.sessions.by_number[mine.session].owner == "client/alice.1"
     await mine.getattr(ROOT)
     await node.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=mine.session))
     with pytest.raises(StaleSession):

@@ -20,6 +20,7 @@ from nvpool.core.errors import (
 )
 from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.meta.operations.trash import trash_key
+from nvpool.meta.server import volume_handlers
 from nvpool.meta.state import records
 from nvpool.meta.state import volume_records as volumes
 from nvpool.meta.state.records import Inode
@@ -33,7 +34,6 @@ from nvpool.meta.state.volume_records import (
     VolumeUse,
     volume_key,
 )
-from nvpool.meta.volumes import handlers
 from nvpool.meta.volumes.removal import STEP
 from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.v1 import meta_pb2 as pb
@@ -200,7 +200,7 @@ async def test_dump_and_load_keep_volumes(shard):
         await load_all(loaded, lines)
         await loaded.begin()
         assert await volume_request(loaded, root, "SHOW") == before
-        assert stored(loaded.service._kv).items() >= kept.items()
+        assert stored(loaded.service.parts.kv).items() >= kept.items()
 
 
 async def trash(client, root, operation="LIST", **fields):
@@ -270,7 +270,7 @@ async def test_removed_files_stay_in_the_trash_and_are_restored(shard):
         0,
     )  # the directory, and the file that took the second name
     await service.purge_more()
-    assert not service._view.trashes
+    assert not service.parts.view.trashes
 
 
 @on_a_shard
@@ -343,7 +343,7 @@ class _ActingAs:
 
     def __enter__(self):
         client = self.client
-        self.session = client.service._sessions.get(client.session)
+        self.session = client.service.parts.sessions.get(client.session)
         self.before = client.peer, self.session.owner
         client.peer = Peer("test", "inproc", False, self.member)
         self.session.owner = "" if self.member.startswith("node/") else self.member
@@ -456,7 +456,7 @@ async def test_reader_adds_a_share_of_all_attachments(shard):
     root, _, _ = await make(client)
     await grant(client, root, READER, False)
     with _ActingAs(client, READER), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handlers, "READER_ATTACHMENTS_MAX", 2)
+        patch.setattr(volume_handlers, "READER_ATTACHMENTS_MAX", 2)
         for number in range(2):
             await volume_request(client, root, "ATTACH", holder=f"n1/{number}")
         await volume_request(client, root, "ATTACH", holder="n1/0")  # it is there already
@@ -478,7 +478,7 @@ async def test_open_files_count_only_with_a_right(shard):
         session=other.session, secret=other.secret, names_open=True, opened=opened
     )
     await other.ask("OPEN_SESSION", resumed)
-    assert not shard.service._sessions.get(other.session).opens
+    assert not shard.service.parts.sessions.get(other.session).opens
     await grant(client, root, READER, False)
     await other.open(file, rights=1)
     for operation in ("SEAL", "REMOVE"):
@@ -496,7 +496,7 @@ async def test_purge_ends_when_the_right_is_taken(shard):
         await client.file(directory, b"%d" % number)
         await client.unlink(directory, b"%d" % number)
     await grant(client, root, WRITER, True)
-    node, before, steps = await type(client)(service).begin(), service._may_change, []
+    node, before, steps = await type(client)(service).begin(), service.internal_changes.may_change, []
 
     async def may_change(*arguments):
         steps.append(arguments)
@@ -504,13 +504,15 @@ async def test_purge_ends_when_the_right_is_taken(shard):
             await volume_request(node, root, "REVOKE", grant=pb.VolumeGrant(client=WRITER))
         return await before(*arguments)
 
-    service._may_change = may_change
+    service.internal_changes.may_change = may_change
     with _ActingAs(client, WRITER), pytest.raises(AccessDenied):
         await trash(client, root, "PURGE")
     entries = (await trash(node, root)).entries
     assert len(entries) == 10
     with pytest.raises(AccessDenied):
-        await service._restore(pb.TrashRequest(inode=root, entry=entries[0].inode), node.session, WRITER)
+        await service.trash_handlers.restore(
+            pb.TrashRequest(inode=root, entry=entries[0].inode), node.session, WRITER
+        )
     assert len((await trash(node, root)).entries) == 10
 
 

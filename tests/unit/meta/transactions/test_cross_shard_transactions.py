@@ -89,7 +89,7 @@ class CrossShardNames:
                 await asyncio.sleep(0.01)
 
     def is_quiet(self) -> bool:
-        found = [meta._cross_shard.counters() for meta in self.pool.metas.values()]
+        found = [meta.parts.cross_shard.counters() for meta in self.pool.metas.values()]
         return not any(one["held"] or one["spans_to_tell"] for one in found)
 
 
@@ -155,7 +155,7 @@ def test_file_is_used_by_a_name_on_another_shard():
         await names.quiet()
         for gone in (inode, replaced):
             meta = names.pool.metas[vfs.meta.shard_of(gone)]
-            assert gone in meta._collector.orphans
+            assert gone in meta.parts.collector.orphans
         for name in await names.names(ROOT_INODE):
             with pytest.raises(IsADirectory):
                 await vfs.unlink(ROOT_INODE, name, ME)
@@ -233,11 +233,11 @@ def test_records_known_from_the_request_are_locked_together():
         asked: list[int] = []
         for meta in names.pool.metas.values():
 
-            def hold(request, shard=meta._shard, hold=meta._cross_shard.participant.hold):
+            def hold(request, shard=meta.parts.shard, hold=meta.parts.cross_shard.participant.hold):
                 asked.append(shard)
                 return hold(request)
 
-            meta._cross_shard.participant.hold = hold
+            meta.parts.cross_shard.participant.hold = hold
         for _ in range(20):
             await vfs.mkdir(at[2], b"d", 0o755, ME)
             asked.clear()
@@ -287,7 +287,7 @@ def test_refused_transaction_leaves_no_state():
         for _ in range(3):
             with pytest.raises(DirectoryNotEmpty):
                 await vfs.rmdir(names.at[1], name, ME)
-        assert not any(meta._cross_shard.coordinator._active for meta in names.pool.metas.values())
+        assert not any(meta.parts.cross_shard.coordinator._active for meta in names.pool.metas.values())
 
     run(main)
 
@@ -301,7 +301,7 @@ def test_cross_shard_change_notifies_only_other_clients():
         await vfs.getattr(inode)
         session = vfs.meta._state(3)
         await vfs.meta._renew(session, pool.clock.boottime_s() + 60)
-        assert pool.metas[3]._sessions.number_of(vfs.meta._identity) == session.session
+        assert pool.metas[3].parts.sessions.number_of(vfs.meta._identity) == session.session
         other = (await pool.client("second", OPTIONS)).vfs
         notified: dict[str, list[int]] = {"first": [], "second": []}
 
@@ -333,21 +333,21 @@ def test_leases_end_while_a_silent_coordinator_is_queried(monkeypatch):
         await names.file(names.at[3], b"f")
         await names.quiet()
         pool, meta = names.pool, names.pool.metas[3]
-        (session,) = meta._sessions.by_number.values()
+        (session,) = meta.parts.sessions.by_number.values()
         asked: list = []
-        outcome = pool.metas[2]._routes[wire.META_OUTCOME]
-        pool.metas[2]._routes[wire.META_OUTCOME] = asked.append
+        outcome = pool.metas[2].routes[wire.META_OUTCOME]
+        pool.metas[2].routes[wire.META_OUTCOME] = asked.append
         span = TransactionId(2, 7, 1)
-        await meta._cross_shard.participant.hold(
+        await meta.parts.cross_shard.participant.hold(
             pb.HoldRequest(id=id_message(span), order=1, keys=[records.inode_key(names.at[3])])
         )
         async with asyncio.timeout(60):
             while not asked:  # noqa: ASYNC110 (no notification)
                 await asyncio.sleep(0.01)
             session.expires_s = 0.0
-            while session.number in meta._sessions.by_number:  # noqa: ASYNC110
+            while session.number in meta.parts.sessions.by_number:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        pool.metas[2]._routes[wire.META_OUTCOME] = outcome
+        pool.metas[2].routes[wire.META_OUTCOME] = outcome
         for call in asked:
             outcome(call)
 
@@ -359,10 +359,10 @@ def test_leases_end_while_a_silent_coordinator_is_queried(monkeypatch):
 def test_silent_coordinator_does_not_block_other_queries(monkeypatch):
     async def main(names: CrossShardNames) -> None:
         await names.quiet()
-        pool, participating = names.pool, names.pool.metas[3]._cross_shard.participant
+        pool, participating = names.pool, names.pool.metas[3].parts.cross_shard.participant
         asked: list = []
-        outcome = pool.metas[2]._routes[wire.META_OUTCOME]
-        pool.metas[2]._routes[wire.META_OUTCOME] = asked.append
+        outcome = pool.metas[2].routes[wire.META_OUTCOME]
+        pool.metas[2].routes[wire.META_OUTCOME] = asked.append
         spans = [TransactionId(2, 7, number) for number in range(participant.ASKED_MAX)] + [
             TransactionId(1, 7, 1)
         ]
@@ -374,7 +374,7 @@ def test_silent_coordinator_does_not_block_other_queries(monkeypatch):
             while spans[-1] in participating._holds.by_span:  # noqa: ASYNC110 (no notification)
                 await asyncio.sleep(0.01)
         assert not asking.done()
-        pool.metas[2]._routes[wire.META_OUTCOME] = outcome
+        pool.metas[2].routes[wire.META_OUTCOME] = outcome
         for call in asked:
             outcome(call)
         await asking
@@ -392,7 +392,7 @@ def test_removed_member_is_ignored(
 
     async def main(names: CrossShardNames) -> None:
         await names.quiet()
-        pool_map, transaction_service = names.pool.pool_map, names.pool.metas[1]._cross_shard
+        pool_map, transaction_service = names.pool.pool_map, names.pool.metas[1].parts.cross_shard
         peers, participating = transaction_service.coordinator._peers, transaction_service.participant
         peers.use_map(replace(pool_map, shards=pool_map.shards[:2], shards_given=3))
         gone, new = TransactionId(3, 7, 1), TransactionId(9, 7, 1)
@@ -421,14 +421,14 @@ def test_transaction_waits_for_a_truncation_for_a_bounded_time(monkeypatch):
 
     async def main(names: CrossShardNames) -> None:
         meta = names.pool.metas[1]
-        deciding, cutting = meta._cross_shard.coordinator, asyncio.get_running_loop().create_future()
-        meta._view.cutting[5] = cutting
+        deciding, cutting = meta.parts.cross_shard.coordinator, asyncio.get_running_loop().create_future()
+        meta.parts.view.cutting[5] = cutting
         span = deciding.begin(0)
         with pytest.raises(Unavailable, match="still being truncated"):
             await asyncio.wait_for(deciding.decide(span, decide, None), 20)
         deciding.end(span)
         assert not cutting.done()
-        del meta._view.cutting[5]
+        del meta.parts.view.cutting[5]
 
     monkeypatch.setattr(coordinator, "SPAN_S", 0.05)
     run(main)
@@ -440,8 +440,8 @@ def test_closed_partition_accepts_locks_only_of_known_changes(monkeypatch):
     async def main(names: CrossShardNames) -> None:
         await names.quiet()
         meta = names.pool.metas[3]
-        holds, hold = meta._cross_shard.holds, meta._cross_shard.participant.hold
-        ours = [partition for partition in range(4096) if not meta._view.is_elsewhere(partition)]
+        holds, hold = meta.parts.cross_shard.holds, meta.parts.cross_shard.participant.hold
+        ours = [partition for partition in range(4096) if not meta.parts.view.is_elsewhere(partition)]
         going, staying = ours[:2], ours[2:4]
 
         def request(number: int, partition: int) -> pb.HoldRequest:
@@ -453,25 +453,25 @@ def test_closed_partition_accepts_locks_only_of_known_changes(monkeypatch):
 
         await hold(request(1, staying[0]))
         await hold(request(2, going[0]))
-        meta._ranges.close(going)
+        meta.parts.ranges.close(going)
         quiet = asyncio.create_task(holds.quiet(frozenset(going)))
         with pytest.raises(Busy):
             await hold(request(1, going[0]))
         await hold(request(2, going[1]))
         await hold(request(1, staying[1]))
         assert not quiet.done() and len(holds.by_span) == 2
-        meta._cross_shard.participant.end(TransactionId(1, 7, 2), [])
+        meta.parts.cross_shard.participant.end(TransactionId(1, 7, 2), [])
         await asyncio.wait_for(quiet, 60)
         with pytest.raises(Busy):
             await hold(request(1, going[1]))
         assert not any(partition_of_held(key) in going for one in holds.by_span.values() for key in one.keys)
         another = asyncio.create_task(hold(request(3, going[1])))
         await asyncio.sleep(0)
-        meta._ranges.open(going)
+        meta.parts.ranges.open(going)
         await asyncio.wait_for(another, 60)
         await hold(request(1, going[0]))
         for number in (1, 3):
-            meta._cross_shard.participant.end(TransactionId(1, 7, number), [])
+            meta.parts.cross_shard.participant.end(TransactionId(1, 7, number), [])
 
     monkeypatch.setattr(participant, "ASK_AFTER_S", 1e9)  # their coordinator does not know these transactions
     run(main)

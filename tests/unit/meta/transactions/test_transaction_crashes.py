@@ -49,7 +49,7 @@ class Trap:
         pool, shard = self._names.pool, self._shard
         self.sprung.set()
         pool._listeners["meta", shard].kill()
-        dialer = pool.metas[shard]._targets.dialer
+        dialer = pool.metas[shard].parts.targets.dialer
         dialer._closed = True
         for connection in dialer._live.values():
             connection.lose("its process has died")
@@ -107,7 +107,7 @@ class Crash:
 class Mkdir(Crash):
     async def prepare(self) -> None:
         number = 0
-        hash_of = self.names.pool.metas[2]._view.name_hash
+        hash_of = self.names.pool.metas[2].parts.view.name_hash
         owners = self.names.pool.pool_map.shard_of_partition
         while owners[int.from_bytes(hash_of(self.names.at[2], b"n%d" % number)[5:]) & 4095] != 3:
             number += 1
@@ -238,7 +238,7 @@ async def one(
         pool = names.pool
         meta = pool.metas[shard]
         kv = pool.kvs[shard] = TrappedKv(pool.kvs[shard], trap)
-        for part in (meta, meta._cross_shard.coordinator, meta._cross_shard.participant):
+        for part in (meta, meta.parts.cross_shard.coordinator, meta.parts.cross_shard.participant):
             part._kv = kv
         for kvs in pool.kvs.values():
             await kvs.sync()

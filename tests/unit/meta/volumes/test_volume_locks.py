@@ -4,11 +4,12 @@ unchanged, and continues when they are free."""
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import asynccontextmanager, contextmanager
-from types import SimpleNamespace
 
 import pytest
 
+from nvpool.core.clock import SystemClock
 from nvpool.core.ids import partition_of
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.state.record_locks import LockedRecord
@@ -23,28 +24,37 @@ IN_THE_TEST = MetaOptions(tick_s=600.0, linger_s=0.0)
 """Background work runs only when the test starts it."""
 
 
+class ShiftedClock(SystemClock):
+    """Clock whose wall time is ahead."""
+
+    ahead_ns = 0
+
+    def wall_ns(self) -> int:
+        return time.time_ns() + self.ahead_ns
+
+
 @contextmanager
 def held(meta, key):
     """Lock a record as a transaction of another shard does."""
-    meta._cross_shard.holds.take(SPAN, 0, [key])
+    meta.parts.cross_shard.holds.take(SPAN, 0, [key])
     yield
-    meta._cross_shard.holds.release(SPAN)
+    meta.parts.cross_shard.holds.release(SPAN)
 
 
 def at_recall(meta, happens):
     """Run `happens` during the next lease recall."""
-    recall = meta._watches.recall
+    recall = meta.parts.watches.recall
 
     def once(*_):
-        meta._watches.recall = recall
+        meta.parts.watches.recall = recall
         return happens
 
-    meta._watches.recall = once
+    meta.parts.watches.recall = once
 
 
 def close_at_recall(meta, volume):
     async def close():
-        meta._ranges.close((partition_of(volume),))
+        meta.parts.ranges.close((partition_of(volume),))
 
     at_recall(meta, close)
 
@@ -59,21 +69,19 @@ async def removing():
         directory = (await fs.stat("/volumes/v/a")).st_ino
         await fs.volumes.remove("v")
         yield pool.meta, made.inode, directory
-        assert await fs.volumes.removing(made.inode) is None and not pool.meta._removals
+        assert await fs.volumes.removing(made.inode) is None and not pool.meta.volume_handlers.removals
 
 
 @asynccontextmanager
 async def trashed():
     """A volume with an expired file in its trash."""
-    async with pool_and_client(meta_options=IN_THE_TEST) as (pool, fs):
+    clock = ShiftedClock()
+    async with pool_and_client(meta_options=IN_THE_TEST, clock=clock) as (pool, fs):
         made = await fs.volumes.create("v", trash_s=60)
         await fs.write_bytes("/volumes/v/f", b"")
         inode = (await fs.stat("/volumes/v/f")).st_ino
         await fs.remove("/volumes/v/f")
-        clock = pool.meta._clock
-        pool.meta._clock = SimpleNamespace(
-            boottime_s=clock.boottime_s, wall_ns=lambda: clock.wall_ns() + 10**12
-        )
+        clock.ahead_ns = 10**12
         yield pool.meta, fs, made.inode, inode
         assert await fs.volumes.trash("v") == []
 
@@ -83,7 +91,7 @@ def test_volume_migrates_during_the_recalls_of_its_removal():
         async with removing() as (meta, volume, _):
             close_at_recall(meta, volume)
             assert await meta.remove_more() == 0
-            meta._ranges.open((partition_of(volume),))
+            meta.parts.ranges.open((partition_of(volume),))
             assert await meta.remove_more() == 3
 
     asyncio.run(main())
@@ -94,16 +102,16 @@ def test_removal_waits_for_a_snapshot_barrier():
         async with removing() as (meta, _, _directory):
 
             async def take_moment():
-                await meta._moment.quiet(9)
-                meta._moment.take(9)
+                await meta.parts.moment.quiet(9)
+                meta.parts.moment.take(9)
 
-            before = meta._kv.sequence
+            before = meta.parts.kv.sequence
             at_recall(meta, take_moment)
             going = asyncio.create_task(meta.remove_more())
-            while not meta._moment.changes_wait:  # noqa: ASYNC110
+            while not meta.parts.moment.changes_wait:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
-            assert meta._kv.sequence == before and meta._moment.end(9)
+            assert meta.parts.kv.sequence == before and meta.parts.moment.end(9)
             assert await going == 3
 
     asyncio.run(main())
@@ -123,17 +131,17 @@ def test_locked_directory_of_a_volume_is_removed_later():
 def test_each_step_of_a_removal_is_repeated_after_a_lock(steps):
     async def main():
         async with removing() as (meta, volume, _):
-            removal = Removal(meta._kv, meta._view, meta._collector, meta._clock, volume)
+            removal = Removal(meta.parts.kv, meta.parts.view, meta.parts.collector, meta.parts.clock, volume)
             gone = sum(removal.step() for _ in range(steps))
             assert not removal.done
-            meta._ranges.close((partition_of(volume),))
+            meta.parts.ranges.close((partition_of(volume),))
             with pytest.raises(LockedRecord):
                 removal.step()
-            meta._ranges.open((partition_of(volume),))
+            meta.parts.ranges.open((partition_of(volume),))
             while not removal.done:
                 gone += removal.step()
             assert gone == 3
-            meta._view.access.note(volume, None)
+            meta.parts.view.access.note(volume, None)
 
     asyncio.run(main())
 
@@ -154,7 +162,7 @@ def test_volume_migrates_during_the_recalls_of_its_purge():
         async with trashed() as (meta, _, volume, _inode):
             close_at_recall(meta, volume)
             assert await meta.purge_more() == 0
-            meta._ranges.open((partition_of(volume),))
+            meta.parts.ranges.open((partition_of(volume),))
             assert await meta.purge_more() == 1
 
     asyncio.run(main())
@@ -176,11 +184,11 @@ def test_purge_waits_for_a_migration_of_the_volume(one):
         async with trashed() as (meta, fs, volume, inode):
             close_at_recall(meta, volume)
             purging = asyncio.create_task(fs.volumes.purge("v", inode if one else 0))
-            while meta._view.serves(partition_of(volume)) and not purging.done():  # noqa: ASYNC110
+            while meta.parts.view.serves(partition_of(volume)) and not purging.done():  # noqa: ASYNC110
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert not purging.done()
-            meta._ranges.open((partition_of(volume),))
+            meta.parts.ranges.open((partition_of(volume),))
             assert await purging == 1
 
     asyncio.run(main())
@@ -196,12 +204,12 @@ def test_closed_orphan_is_collected_when_its_volume_is_unlocked():
             with held(meta, volume_key(USE, volume)):
                 await file.close()
                 await fs.vfs.meta.release_now(inode)
-                assert not meta._collector._is_open(inode) and inode in meta._collector.orphans
-                meta._collector.orphans[inode] = meta._collector.grace_until_s = 0.0
+                assert not meta.parts.collector._is_open(inode) and inode in meta.parts.collector.orphans
+                meta.parts.collector.orphans[inode] = meta.parts.collector.grace_until_s = 0.0
                 await meta.run_once()
-                assert inode in meta._collector.orphans
+                assert inode in meta.parts.collector.orphans
             assert (await fs.volumes.show("v")).files_used == 1
             await meta.run_once()
-            assert inode not in meta._collector.orphans and (await fs.volumes.show("v")).files_used == 0
+            assert inode not in meta.parts.collector.orphans and (await fs.volumes.show("v")).files_used == 0
 
     asyncio.run(main())

@@ -127,7 +127,7 @@ class Scene:
         await self.reset_chains()
 
     async def reset_chains(self):
-        counters = {shard: meta._view.next_number for shard, meta in self.pool.metas.items()}
+        counters = {shard: meta.parts.view.next_number for shard, meta in self.pool.metas.items()}
         await self.pool.change_map(
             lambda now: with_reset_chains(now, ownerless(now), births_of(now, counters), {2, 3})
         )

@@ -43,14 +43,14 @@ class Planted:
         return self
 
     def key(self, name: bytes) -> bytes:
-        view = self.names.pool.metas[2]._view
+        view = self.names.pool.metas[2].parts.view
         return view.place(view.directory(self.names.at[2]), name)[2]
 
     def put(self, shard: int, *effects: tuple[bytes, bytes | None]) -> None:
         self.names.pool.kvs[shard].apply(list(effects))
 
     def change(self, shard: int, number: int, **fields) -> None:
-        inode = self.names.pool.metas[shard]._view.inode(number)
+        inode = self.names.pool.metas[shard].parts.view.inode(number)
         for field, value in fields.items():
             setattr(inode, field, value)
         self.put(shard, (records.inode_key(number), records.encode_inode(inode)))
@@ -169,22 +169,22 @@ class Chain:
 
     def _put(self, inode: int, **fields: int) -> None:
         meta = self._meta(inode)
-        now = meta._view.inode(inode)
+        now = meta.parts.view.inode(inode)
         for field, value in fields.items():
             setattr(now, field, value)
-        meta._kv.apply([(records.inode_key(inode), records.encode_inode(now))])
+        meta.parts.kv.apply([(records.inode_key(inode), records.encode_inode(now))])
 
     def close(self) -> None:
         """Each name, count and parent is consistent, but the root is not their ancestor."""
         first, last = self.dirs[0], self.dirs[-1]
-        root, below = (self._meta(inode)._view.inode(inode) for inode in (ROOT_INODE, last))
+        root, below = (self._meta(inode).parts.view.inode(inode) for inode in (ROOT_INODE, last))
         pool = self.names.pool
         for kv in pool.kvs.values():
             for key, raw in kv.scan(b"\0", b"\x80", 10_000):
                 if records.kind_of(key) == records.DENTRY:
                     named, _ = records.decode_dentry(records.partition_of_key(key), raw)
                     kv.apply([(key, None)] if named == first else [])
-        view = self._meta(last)._view
+        view = self._meta(last).parts.view
         name_hash = view.name_hash(last, b"up")
         partition = partition_of_name(last, self.spread, name_hash)
         holder = pool.kvs[pool.pool_map.shard_of_partition[partition]]
@@ -359,7 +359,7 @@ def test_dump_is_loaded_into_a_pool_of_any_shard_count(shards: int, tmp_path):
                 listed, _ = await client.vfs.readdir(await client.vfs.opendir(directory), 0, 1000)
                 assert dict(zip(listed.names, listed.inodes, strict=True)) == names_there
             await client.vfs.mkdir(planted.dir, b"new", 0o755, ME)
-            files = sum(meta._view.inode_count for meta in pool.metas.values())
+            files = sum(meta.parts.view.inode_count for meta in pool.metas.values())
             seen = await client.vfs.statfs()
             assert files == seen.files_total - seen.files_free
 

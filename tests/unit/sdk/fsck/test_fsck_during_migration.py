@@ -30,7 +30,7 @@ async def checked(moving: Moving, repair: bool = False) -> FsckReport:
 
 
 def given(moving: Moving) -> int:
-    return sum(meta._moving.source.given for meta in moving.pool.metas.values())
+    return sum(meta.moving.source.given for meta in moving.pool.metas.values())
 
 
 async def to_and_fro(moving: Moving) -> None:
@@ -117,10 +117,10 @@ class Damage:
 
     def _change(self, number: int, **fields) -> None:
         meta = self._meta(partition_of(number))
-        inode = meta._view.inode(number)
+        inode = meta.parts.view.inode(number)
         for field, value in fields.items():
             setattr(inode, field, value)
-        meta._kv.apply([(records.inode_key(number), records.encode_inode(inode))])
+        meta.parts.kv.apply([(records.inode_key(number), records.encode_inode(inode))])
 
     async def plant(self) -> None:
         places = self.moving.directories[1:]
@@ -132,19 +132,19 @@ class Damage:
             number = self.moving.inodes[directory, b"f1"]
             self._change(number, flags=records.HAS_XATTRS)
             meta = self._meta(partition_of(directory))
-            key = meta._view.place(meta._view.directory(directory), b"f2")[2]
-            meta._kv.apply([(key, None)])
+            key = meta.parts.view.place(meta.parts.view.directory(directory), b"f2")[2]
+            meta.parts.kv.apply([(key, None)])
             self._change(directory, size=2)
         for directory in places[3::4]:
             number = self.moving.inodes[directory, b"f0"]
             meta = self._meta(partition_of(number))
-            meta._kv.apply(
+            meta.parts.kv.apply(
                 [
                     (records.inode_key(number), None),
-                    (records.COUNTS_KEY, records.encode_counts(meta._view.inode_count - 1)),
+                    (records.COUNTS_KEY, records.encode_counts(meta.parts.view.inode_count - 1)),
                 ]
             )
-            meta._view.inode_count -= 1
+            meta.parts.view.inode_count -= 1
 
 
 @pytest.mark.t3

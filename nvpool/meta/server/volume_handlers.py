@@ -1,8 +1,8 @@
 """Handlers of volume requests, and the background work on volumes.
 
-A part of `meta/server/service`, which owns all state used here. An admin command states the desired state of
-a volume, so it needs no slot: if it is repeated, it finds that state already there. A command is durable when
-it is answered.
+An admin command states the desired state of a volume, so it needs no slot: if it is repeated, it finds that
+state already there. A command is durable when it is answered. Made by `meta/server/service`; requests for the
+trash are in `meta/server/trash_handlers`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from nvpool.core.errors import (
     NotFound,
     NvpoolError,
     Unavailable,
-    WrongShard,
 )
 from nvpool.core.ids import partition_of
 from nvpool.core.names import check_holder
 from nvpool.core.units import MIB, PARTITION_COUNT
 from nvpool.meta.operations import trash, volume_requests
+from nvpool.meta.server.call_replies import CallReplies
+from nvpool.meta.server.internal_changes import InternalChanges
+from nvpool.meta.server.shard_parts import ShardParts
 from nvpool.meta.state.record_locks import LockedRecord, when_free
-from nvpool.meta.state.transaction import Draft, View
-from nvpool.meta.state.volume_access import check_action, check_trash, right_of
+from nvpool.meta.state.volume_access import check_action, right_of
 from nvpool.meta.state.volume_records import (
     ATTACHMENTS_MAX,
     LISTED,
@@ -37,7 +38,7 @@ from nvpool.meta.state.volume_records import (
     SEALED,
     VOLUME,
     VolumeRecord,
-    decode_trashed,
+    VolumeUse,
     decode_volume,
     encode_attached,
     encode_volume,
@@ -45,11 +46,12 @@ from nvpool.meta.state.volume_records import (
     volume_key,
     volume_of_key,
 )
-from nvpool.meta.volumes.removal import STEP, Removal, removed
+from nvpool.meta.volumes.removal import Removal, removed
 from nvpool.meta.volumes.right_revocation import ALL, lost_rights
 from nvpool.rpc.api import Call
 from nvpool.rpc.peer_roles import Credentials
 from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
 
 LIST_STEP = 128
 """Partitions or volumes that are scanned before other requests get their turn: a millisecond."""
@@ -62,13 +64,42 @@ AHEAD_BYTES, AHEAD_SHARE = 64 * MIB, 16
 CLOSES_S, CLOSES_LOOK_S = 1.0, 0.05
 """A client reports closes some tenths of a second late. A volume counts as in use only if files are still
 open after CLOSES_S; they are checked every CLOSES_LOOK_S."""
-TRASH_LISTED, TRASH_LOOKED_AT, PURGED_PER_REQUEST = 500, 1000, 10_000
 _log = logging.getLogger(__name__)
 _Request = pb.VolumeRequest
 
 
 class VolumeHandlers:
-    """Volume part of `MetaService`."""
+    """Requests about volumes, and the removal of their contents."""
+
+    def __init__(self, parts: ShardParts, replies: CallReplies, internal: InternalChanges) -> None:
+        self._options = parts.options
+        self._clock = parts.clock
+        self._callers = parts.callers
+        self._status = parts.status
+        self._counters = parts.status.counters
+        self._kv = parts.kv
+        self._view = parts.view
+        self._rooms = parts.rooms
+        self._sessions = parts.sessions
+        self._users = parts.users
+        self._watches = parts.watches
+        self._collector = parts.collector
+        self._moment = parts.moment
+        self._revocations = parts.revocations
+        self._waits = parts.waits
+        self._replies = replies
+        self._internal = internal
+        self.removals: dict[int, Removal] = {}
+        self._attached_by: dict[int, dict[bytes, str]] = {}
+        """By volume and holder: the member that has added the attachment; "" is a node."""
+
+    def routes(self) -> dict[int, Callable[[Call], None]]:
+        """Handlers by method."""
+        return {
+            wire.META_VOLUMES: self._volumes,
+            wire.META_VOLUME: self._volume,
+            wire.META_VOLUME_ROOM: self._volume_room,
+        }
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -89,54 +120,28 @@ class VolumeHandlers:
                 except CorruptRecord as error:
                     _log.error("the record of a volume is left to fsck: %s", error)
         if promises_lost and found:
-            self._view.rooms.begin_grace(frozenset(found))
+            self._rooms.begin_grace(frozenset(found))
 
     def forget_volumes(self, partitions: frozenset[int]) -> None:
+        """Forget the volumes of partitions that belong to another shard from here on."""
         self._view.trashes -= {volume for volume in self._view.trashes if partition_of(volume) in partitions}
-        self._view.rooms.forget(partitions)
+        self._rooms.forget(partitions)
         access = self._view.access
         for number in [
             number for number in {*access.restricted, *access.encrypted} if partition_of(number) in partitions
         ]:
             access.note(number, None)
-            self._removals.pop(number, None)
+            self.removals.pop(number, None)
         for number in [number for number in self._attached_by if partition_of(number) in partitions]:
             del self._attached_by[number]
-
-    def _check_here(self, volume: int) -> None:
-        """Check that the volume belongs to this shard and can be used now.
-
-        WrongShard: it is another shard's. Held, Unavailable: its ownership is not settled.
-        """
-        partition = partition_of(volume)
-        if partition < PARTITION_COUNT and self._view.is_elsewhere(partition):
-            raise WrongShard(f"volume {volume} belongs to another shard")
-        self._view.check_partition(partition)
-
-    async def _may_change(self, volume: int, session: int, inodes: Callable[[], list[int]]) -> bool:
-        """Whether the session may change these inodes of the volume now.
-
-        Leases of all other sessions on them are recalled first. False: the volume is being, or was, migrated.
-        After each wait all conditions are checked again, so on return nothing has waited since the last
-        check. The records may be locked nevertheless.
-        """
-        partition = partition_of(volume)
-        while self._view.serves(partition) and not self._view.is_elsewhere(partition):
-            if self._kv.full:
-                await self._kv.room()
-            elif self._moment.changes_wait:
-                await self._moment.over()
-            elif (wait := self._watches.recall(session, inodes())) is not None:
-                await wait()
-            else:
-                return True
-        return False
 
     # -- queries ---------------------------------------------------------------------------------------------
 
     def _volumes(self, call: Call) -> None:
-        self._sessions.of(pb.VolumesRequest.FromString(call.message).session, self._owner(call))
-        self._reply_in_steps(call, self._listed_volumes(self._owner(call)))
+        self._sessions.of(
+            pb.VolumesRequest.FromString(bytes(call.message)).session, self._callers.owner_of(call)
+        )
+        self._replies.reply_in_steps(call, self._listed_volumes(self._callers.owner_of(call)))
 
     def _listed_volumes(self, caller: str) -> Iterator[pb.VolumesReply | None]:
         """All volumes for a node (""); for a client those to which it has a right."""
@@ -163,13 +168,13 @@ class VolumeHandlers:
 
     def _volume(self, call: Call) -> None:
         self._counters["requests"] += 1
-        request = _Request.FromString(call.message)
-        self._sessions.of(request.session, self._owner(call))
-        if (user := self._user(call)) is not None:
+        request = _Request.FromString(bytes(call.message))
+        self._sessions.of(request.session, self._callers.owner_of(call))
+        if (user := self._callers.user_of(call)) is not None:
             self._users.check_volume(self._view, user, request)
-        self._check_here(request.inode)
+        self._internal.check_here(request.inode)
         record, use = volume_requests.read_volume(self._view, request.inode)
-        check_action(self._owner(call), record, request)
+        check_action(self._callers.owner_of(call), record, request)
         if request.action == _Request.SHOW:
             self._reply_volume(call, request.inode)
             return
@@ -177,20 +182,20 @@ class VolumeHandlers:
             self._reply_key(call, record)
             return
         if self._kv.full:
-            self._later(call, self._kv.room)
+            self._replies.retry(call, self._kv.room)
             return
         if self._moment.changes_wait:
-            self._later(call, self._moment.over)
+            self._replies.retry(call, self._moment.over)
             return
         if (
             request.action in (_Request.SEAL, _Request.REMOVE)
             and self._clock.boottime_s() < call.since_s + CLOSES_S
             and (
                 self._opened_in(request.inode, record)
-                or (request.action == _Request.SEAL and self._view.rooms.promised(request.inode))
+                or (request.action == _Request.SEAL and self._rooms.promised(request.inode))
             )
         ):
-            self._later(call, lambda: asyncio.sleep(CLOSES_LOOK_S))
+            self._replies.retry(call, lambda: asyncio.sleep(CLOSES_LOOK_S))
             return
         if request.action == _Request.REMOVE:
             self._waits.add(
@@ -199,7 +204,7 @@ class VolumeHandlers:
             return
         if record.flags & REMOVING:
             raise NotFound(f"volume {record.name} is being removed")
-        self._carry_out(request, record, use, self._owner(call))
+        self._carry_out(request, record, use, self._callers.owner_of(call))
         reply = pb.VolumeReply()
         self._waits.add(
             call,
@@ -224,19 +229,19 @@ class VolumeHandlers:
     def _reply_volume(self, call: Call, number: int, reply: pb.VolumeReply | None = None) -> None:
         reply = reply or pb.VolumeReply()
         record, use = volume_requests.read_volume(self._view, number)
-        reply.volume.CopyFrom(volume_requests.state_of(self._view, number, record, use, self._owner(call)))
+        reply.volume.CopyFrom(
+            volume_requests.state_of(self._view, number, record, use, self._callers.owner_of(call))
+        )
         call.reply(reply.SerializeToString())
 
-    def _carry_out(
-        self, request: _Request, record: VolumeRecord, use: volume_requests.VolumeUse, caller: str
-    ) -> None:
+    def _carry_out(self, request: _Request, record: VolumeRecord, use: VolumeUse, caller: str) -> None:
         """Apply the command of the caller. Nothing waits in here."""
         number, action, access = request.inode, request.action, self._view.access
         if action in (_Request.ATTACH, _Request.DETACH):
             self._attach(request, record, caller)
             return
         if action == _Request.SET:
-            new = volume_requests.limited(record, use, self._view.rooms.promised(number), request)
+            new = volume_requests.limited(record, use, self._rooms.promised(number), request)
         elif action == _Request.SEAL:
             self._check_no_writers(record, number)
             new = record._replace(flags=record.flags | SEALED)
@@ -303,7 +308,7 @@ class VolumeHandlers:
 
     def _has_left(self, member: str) -> bool:
         """Whether the member was removed from the pool, as far as the pool map says."""
-        pool_map = self._map
+        pool_map = self._status.pool_map
         return bool(member and pool_map is not None and pool_map.members and member not in pool_map.members)
 
     def _opened_in(self, number: int, record: VolumeRecord) -> dict[str, int]:
@@ -332,7 +337,7 @@ class VolumeHandlers:
     def _check_no_writers(self, record: VolumeRecord, number: int) -> None:
         """InUse: files of the volume are open and may be written; a seal is final."""
         opened = self._opened_in(number, record)
-        promised = self._view.rooms.promised(number)
+        promised = self._rooms.promised(number)
         if opened or promised:
             who = ", ".join(f"{client} ({count})" for client, count in sorted(opened.items())[:5])
             raise InUse(
@@ -343,11 +348,11 @@ class VolumeHandlers:
 
     def _volume_room(self, call: Call) -> None:
         self._counters["requests"] += 1
-        request = pb.VolumeRoomRequest.FromString(call.message)
-        session = self._sessions.of(request.session, self._owner(call)).number
-        if (user := self._user(call)) is not None:
+        request = pb.VolumeRoomRequest.FromString(bytes(call.message))
+        session = self._sessions.of(request.session, self._callers.owner_of(call)).number
+        if (user := self._callers.user_of(call)) is not None:
             self._users.check_volume(self._view, user, request)
-        number, rooms = request.inode, self._view.rooms
+        number, rooms = request.inode, self._rooms
         record, use = volume_requests.read_volume(self._view, number)
         self._view.access.check_change(number)
         reply = pb.VolumeRoomReply(life_ms=int(UNLIMITED_S * 1000))
@@ -368,7 +373,7 @@ class VolumeHandlers:
         elif request.bytes <= before:
             reply.bytes = request.bytes
         elif (grace_s := rooms.grace_left_s(number)) > 0:
-            self._later(call, lambda: asyncio.sleep(grace_s))
+            self._replies.retry(call, lambda: asyncio.sleep(grace_s))
             return
         else:
             ahead = min(AHEAD_BYTES, max(0, free - request.needed) // AHEAD_SHARE)
@@ -405,14 +410,14 @@ class VolumeHandlers:
                 who = ", ".join(f"{client} ({count})" for client, count in sorted(opened.items())[:5])
                 raise InUse(f"files of volume {record.name} are open: {who}")
 
-        await self._mend(partial(removed, number=number, check=check), request.session)
+        await self._internal.carry_out(partial(removed, number=number, check=check), request.session)
         try:
             record, _ = await when_free(lambda: volume_requests.read_volume(self._view, number))
             self._view.access.note(number, record)
             self._watches.end_all()  # all leases on the contents of the volume
         except NotFound:
             self._view.access.note(number, None)
-        self._view.rooms.by_volume.pop(number, None)
+        self._rooms.by_volume.pop(number, None)
         self._attached_by.pop(number, None)
         self._collector.add(number)
         await self._kv.sync()
@@ -428,126 +433,6 @@ class VolumeHandlers:
         except NotFound:
             call.reply(pb.VolumeReply().SerializeToString())
 
-    # -- trash ---------------------------------------------------------------------------------------------------------
-
-    def _trash(self, call: Call) -> None:
-        self._counters["requests"] += 1
-        request = pb.TrashRequest.FromString(call.message)
-        session = self._sessions.of(request.session, self._owner(call)).number
-        number = request.inode
-        self._check_here(number)
-        record, _ = volume_requests.read_volume(self._view, number)
-        caller = self._owner(call)
-        check_trash(caller, record, request.action != pb.TrashRequest.LIST)
-        if request.action == pb.TrashRequest.LIST:
-            call.reply(trash.listed(self._view, request, TRASH_LISTED).SerializeToString())
-        elif request.action == pb.TrashRequest.RESTORE:
-            self._waits.add(call, lambda: self._restore(request, session, caller), lambda: call.reply(b""))
-        else:
-            reply = pb.TrashReply()
-            self._waits.add(
-                call,
-                lambda: self._purge_on_request(request, session, reply, caller),
-                lambda: call.reply(reply.SerializeToString()),
-            )
-
-    async def _restore(self, request: pb.TrashRequest, session: int, caller: str) -> None:
-        def decide(view: View, now_ns: int) -> Draft:
-            _check_trash_still(view, request.inode, caller)
-            return trash.restored(view, request, now_ns)
-
-        await self._mend(decide, session)
-        await self._kv.sync()
-
-    async def _purge_on_request(
-        self, request: pb.TrashRequest, session: int, reply: pb.TrashReply, caller: str
-    ) -> None:
-        """Purge one entry, or some of all entries; `next` in the reply says that there are more."""
-        while True:
-            try:
-                await self._purge_asked(request, session, reply, caller)
-                break
-            except LockedRecord as held:
-                await held.wait()
-        await self._kv.sync()
-
-    async def _purge_asked(
-        self, request: pb.TrashRequest, session: int, reply: pb.TrashReply, caller: str
-    ) -> None:
-        self._check_here(request.inode)
-        if request.entry:
-            if self._view.get(trash.trash_key(request.inode, request.entry)) is None:
-                raise NotFound(f"inode {request.entry} is not in the trash of the volume")
-            reply.purged = await self._purge(request.inode, [request.entry], session, caller)
-        else:
-            while reply.purged < PURGED_PER_REQUEST:
-                pairs = self._view.scan(*trash.trash_range(request.inode), STEP)
-                if not pairs:
-                    break
-                reply.purged += await self._purge(
-                    request.inode, [trash.inode_of_trash_key(key) for key, _ in pairs], session, caller
-                )
-            else:
-                reply.next = 1
-
-    async def _purge(self, volume: int, inodes: list[int], session: int, caller: str | None = None) -> int:
-        """Remove these inodes from the trash after a recall of all leases on them. Return the count.
-
-        `caller`: client whose right is checked after the recall; None: the shard itself. AccessDenied,
-        ReadOnly: it has lost the right, or the volume was sealed. Held, WrongShard, Unavailable: this shard
-        cannot purge them now.
-        """
-        if not await self._may_change(volume, session, lambda: inodes):
-            self._check_here(volume)
-        if caller is not None:
-            _check_trash_still(self._view, volume, caller)
-        draft = trash.purged(self._view, volume, inodes, self._clock.wall_ns())
-        effects = draft.finish()
-        if effects:
-            self._kv.apply(list(effects.items()), reclaims=True)
-        for orphan in draft.orphans:
-            self._collector.add(orphan)
-        return len(draft.orphans)
-
-    async def purge_more(self) -> int:
-        """Remove expired entries from the trashes, some entries of each volume at a time.
-
-        Return how many inodes.
-        """
-        gone, now_ns = 0, self._clock.wall_ns()
-        for volume in list(self._view.trashes):
-            if not self._view.serves(partition_of(volume)):
-                continue
-            after = self._purged_up_to.get(volume, 0)
-            pairs = self._kv.scan(*trash.trash_range(volume, after), TRASH_LOOKED_AT)
-            if not pairs and not after:
-                self._view.trashes.discard(volume)
-            if len(pairs) < TRASH_LOOKED_AT:
-                self._purged_up_to.pop(volume, None)
-            else:
-                self._purged_up_to[volume] = trash.inode_of_trash_key(pairs[-1][0])
-            try:
-                over = [
-                    trash.inode_of_trash_key(key)
-                    for key, raw in pairs
-                    if decode_trashed(raw).expires_ns <= now_ns
-                ]
-                for at in range(0, len(over), STEP):
-                    gone += await self._purge(volume, over[at : at + STEP], 0)
-                    await asyncio.sleep(0)
-            except LockedRecord:
-                continue  # tried again at the next round
-            except NvpoolError as error:
-                _log.warning("the trash of volume %d is left as it is: %s", volume, error)
-        return gone
-
-    async def _run_removals(self) -> None:
-        while True:
-            await asyncio.sleep(self._options.tick_s / 4)
-            if self._state == "serving":
-                await self.remove_more()
-                await self.purge_more()
-
     async def remove_more(self) -> int:
         """Remove some contents of volumes that are being removed; return how many inodes.
 
@@ -557,9 +442,9 @@ class VolumeHandlers:
         for number, record in list(self._view.access.restricted.items()):
             if not record.flags & REMOVING:
                 continue
-            removal = self._removals.get(number)
+            removal = self.removals.get(number)
             if removal is None:
-                removal = self._removals[number] = Removal(
+                removal = self.removals[number] = Removal(
                     self._kv, self._view, self._collector, self._clock, number
                 )
             try:
@@ -567,7 +452,7 @@ class VolumeHandlers:
                 while (
                     not removal.done
                     and self._clock.boottime_s() < until_s
-                    and await self._may_change(number, 0, removal.next)
+                    and await self._internal.may_change(number, 0, removal.next)
                 ):
                     gone += removal.step()
                     await asyncio.sleep(0)
@@ -575,14 +460,9 @@ class VolumeHandlers:
                 continue  # tried again at the next round
             except NvpoolError as error:
                 _log.warning("volume %s cannot be removed further yet: %s", record.name, error)
-                self._removals.pop(number, None)
+                self.removals.pop(number, None)
                 continue
             if removal.done:
-                self._removals.pop(number, None)
+                self.removals.pop(number, None)
                 self._view.access.note(number, None)
         return gone
-
-
-def _check_trash_still(view: View, volume: int, caller: str) -> None:
-    """As `check_trash`, for a change that has waited since the caller's right was checked."""
-    check_trash(caller, volume_requests.read_volume(view, volume)[0], True)

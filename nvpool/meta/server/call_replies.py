@@ -1,0 +1,106 @@
+"""Retries, late replies and replies in steps, for the request handlers of a shard.
+
+Everything that waits is kept by `meta/deferred_replies`. Made by `meta/server/service`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any
+
+from nvpool.core.errors import Busy
+from nvpool.meta.admin_jobs import JobReply
+from nvpool.meta.deferred_replies import DeferredReplies
+from nvpool.meta.state.record_locks import LockedRecord
+from nvpool.meta.state.volume_access import VolumeAccess
+from nvpool.rpc.access_control import Callers
+from nvpool.rpc.api import Call
+from nvpool.rpc.step_queue import StepQueue
+
+
+class CallReplies:
+    """Replies of one service that do not come at once."""
+
+    def __init__(
+        self,
+        handle: Callable[[Call], None],
+        waits: DeferredReplies,
+        callers: Callers,
+        steps: StepQueue,
+        access: VolumeAccess,
+    ) -> None:
+        """`handle` handles a call from its beginning. `steps`: turns of peers that are not trusted."""
+        self._handle = handle
+        self._waits = waits
+        self._callers = callers
+        self._steps = steps
+        self._access = access
+
+    def retry(self, call: Call, wait: Callable[[], Awaitable[Any]]) -> None:
+        """Handle the call again after the wait; nothing of it is decided yet."""
+        self._waits.add(call, wait, lambda: call.cancelled or self._handle(call), undecided=True)
+
+    def reply_after(self, call: Call, wait: Callable[[], Awaitable[Any]], answer: bytes) -> None:
+        """Answer a change that is already made after the wait.
+
+        A client that times out before may send it again.
+        """
+        self._waits.add(call, wait, lambda: call.reply(answer), may_be_applied=True)
+
+    def reply_job(
+        self, call: Call, work: Coroutine[Any, Any, JobReply], then: Callable[[], None] | None = None
+    ) -> None:
+        """Answer the call with the result of `work`, after a call of `then`.
+
+        Busy: too many requests wait already; `work` does not begin.
+        """
+
+        async def run() -> None:
+            answer = await work
+            if then is not None:
+                then()
+            call.reply(answer.message.SerializeToString(), (answer.payload,) if answer.payload else ())
+
+        try:
+            self._waits.add(call, run, lambda: None)
+        except Busy:
+            work.close()
+            raise
+
+    def reply_in_steps(self, call: Call, steps: Iterator[Any]) -> None:
+        """Run a generator of reply steps, which yields None after each step but the last, and then the reply.
+
+        The first step runs immediately, unless the peer is not trusted and another step of such a peer has
+        run in this iteration of the event loop (rpc/step_queue).
+        """
+        access, caller = self._access, self._access.caller
+        account = self._callers.account_of(call)
+        if not account or self._steps.try_begin():
+            reply = next(steps)
+            if reply is not None:
+                call.reply(reply.SerializeToString())
+                return
+
+        async def go_on() -> None:
+            try:
+                while True:
+                    if account:
+                        await self._steps.turn(account)
+                    else:
+                        await asyncio.sleep(0)
+                    if call.cancelled:
+                        return
+                    access.caller = caller
+                    try:
+                        found = next(steps)
+                    finally:
+                        access.caller = None
+                    if found is not None:
+                        call.reply(found.SerializeToString())
+                        return
+            except LockedRecord as held:
+                await held.wait()
+                self._handle(call)
+
+        self._waits.add(call, go_on, lambda: None)

@@ -1,0 +1,307 @@
+"""Handlers of the changes and queries in `meta/server/dispatch_table`: decide, apply and answer.
+
+Each decision is made and applied without a wait in between. A change that needs other shards is a cross-shard
+transaction. Made by `meta/server/service`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from nvpool.core.errors import Busy, Refused, WrongShard
+from nvpool.core.ids import partition_of
+from nvpool.core.units import SLOTS_PER_SESSION
+from nvpool.meta.server.call_replies import CallReplies
+from nvpool.meta.server.dispatch_table import CHANGES, CROSS_SHARD_CHANGES, QUERIES
+from nvpool.meta.server.internal_changes import InternalChanges
+from nvpool.meta.server.shard_parts import ShardParts
+from nvpool.meta.server.slot_replays import SlotReplays
+from nvpool.meta.sessions.table import Session, Slot, mark_of
+from nvpool.meta.state import records
+from nvpool.meta.state.append_reservations import AppendInProgress
+from nvpool.meta.state.session_records import encode_slot
+from nvpool.meta.state.striped_dirs import StripeView
+from nvpool.meta.state.transaction import Decision, Draft, TruncationInProgress, fill_attr
+from nvpool.poolmap.shards.partitions import partition_of_name
+from nvpool.rpc.api import Call
+from nvpool.rpc.v1 import meta_pb2 as pb
+
+
+class ChangeHandlers:
+    """Changes and queries of clients."""
+
+    def __init__(
+        self,
+        parts: ShardParts,
+        replies: CallReplies,
+        slots: SlotReplays,
+        internal: InternalChanges,
+        handle: Callable[[Call], None],
+    ) -> None:
+        """`handle` handles a call from its beginning."""
+        self._counters = parts.status.counters
+        self._clock = parts.clock
+        self._callers = parts.callers
+        self._kv = parts.kv
+        self._view = parts.view
+        self._rooms = parts.rooms
+        self._appends = parts.appends
+        self._sessions = parts.sessions
+        self._users = parts.users
+        self._numbers = parts.numbers
+        self._watches = parts.watches
+        self._collector = parts.collector
+        self._cuts = parts.cuts
+        self._moment = parts.moment
+        self._cross_shard = parts.cross_shard
+        self._coordinator = parts.cross_shard.coordinator
+        self._replies = replies
+        self._slots = slots
+        self._internal = internal
+        self._handle = handle
+
+    def routes(self) -> dict[int, Callable[[Call], None]]:
+        """Handlers by method."""
+        routes = {
+            method: self._change_route(*route, CROSS_SHARD_CHANGES.get(method))
+            for method, route in CHANGES.items()
+        }
+        routes.update((method, self._query_route(*route)) for method, route in QUERIES.items())
+        return routes
+
+    def _query_route(self, request_class: Any, decide: Decision) -> Callable[[Call], None]:
+        parse = request_class.FromString
+
+        def answer(call: Call) -> None:
+            self._counters["requests"] += 1
+            request = parse(call.message)
+            self._sessions.of(request.session, self._callers.owner_of(call))
+            try:
+                draft = self._decision(call, decide)(self._view, request, self._clock.wall_ns())
+            except TruncationInProgress as wait:
+                self._wait_for(call, wait)
+                return
+            if draft.dirty:
+                if self._kv.full:
+                    self._replies.retry(call, self._kv.room)
+                    return
+                self._kv.apply(list(draft.finish().items()), reclaims=True)
+            call.reply(draft.reply.SerializeToString())
+
+        return answer
+
+    def _change_route(
+        self, request_class: Any, decide: Decision, home: Callable[[Any], int] | None
+    ) -> Callable[[Call], None]:
+        """Route of a change.
+
+        `home(request)` is the inode whose shard coordinates a change that may need other shards. Without
+        `home` the change concerns one inode alone.
+        """
+        parse = request_class.FromString
+
+        def answer(call: Call) -> None:
+            self._counters["requests"] += 1
+            request = parse(call.message)
+            change = request.change
+            session = self._sessions.of(change.session, self._callers.owner_of(call))
+            index, sequence, mark = (
+                change.slot,
+                change.sequence,
+                mark_of(call.method, request, bytes(call.message)),
+            )
+            slot = session.slots[index] if index < SLOTS_PER_SESSION else None
+            if slot is None:
+                slot = self._sessions.slot(session, index)
+            if sequence <= slot.sequence:
+                self._slots.repeat(call, request, session, slot, sequence, mark)
+                return
+            if self._kv.full:
+                self._replies.retry(call, self._kv.room)
+                return
+            if self._view.next_number >= self._numbers.bounds.inode:
+                self._replies.retry(call, self._numbers.more)
+                return
+            if self._moment.changes_wait:
+                self._replies.retry(call, self._moment.over)
+                return
+            try:
+                # From here to the end of _commit nothing may wait: the decision holds only as long as nothing changes.
+                draft = self._decision(call, decide)(self._view, request, self._clock.wall_ns())
+                wait = self._watches.conflict(session.number, draft)
+                if wait is not None:
+                    self._replies.retry(call, wait)  # the decision is discarded and made again after the wait
+                    return
+                self._commit(call, draft, session, slot, index, sequence, mark)
+            except (TruncationInProgress, AppendInProgress) as wait:
+                self._wait_for(call, wait)
+            except WrongShard as error:
+                if home is None or self._view.is_elsewhere(self._home_partition(request, home)):
+                    # never made here, even if the partition comes back
+                    self._slots.keep_refusal(session, slot, sequence, mark, error)
+                    raise
+                self._span(call, decide, request, session, slot, index, sequence, mark)
+            except Refused as error:
+                self._slots.keep_refusal(session, slot, sequence, mark, error)
+                raise
+
+        return answer
+
+    def _decision(self, call: Call, decide: Decision) -> Decision:
+        user = self._callers.user_of(call)
+        return decide if user is None else self._users.decision(call.method, user, decide)
+
+    def _home_partition(self, request: Any, home: Callable[[Any], int]) -> int:
+        """Partition whose shard coordinates the change."""
+        number = home(request)
+        if getattr(request, "spread", False):
+            return partition_of_name(number, True, self._view.name_hash(number, request.name))
+        return partition_of(number)
+
+    def _span(
+        self,
+        call: Call,
+        decide: Decision,
+        request: Any,
+        session: Session,
+        slot: Slot,
+        index: int,
+        sequence: int,
+        mark: int,
+    ) -> None:
+        """Carry out a cross-shard transaction.
+
+        Each slot has at most one: a replay waits for the first to end.
+        """
+        under_way = self._cross_shard.under_way.get((session.number, index))
+        if under_way is not None:
+            self._replies.retry(call, lambda: asyncio.wait([under_way]))
+            return
+
+        async def carry_out() -> None:
+            coordinator, access = self._coordinator, self._view.access
+            span = coordinator.begin(session.identity)
+
+            def decide_for(*known: Any) -> Draft:
+                access.caller = self._callers.owner_of(call)
+                return decide(*known)
+
+            try:
+                while True:
+                    draft = await coordinator.decide(span, decide_for, request)
+                    # From here to the end of _commit nothing may wait, as in `answer`.
+                    if self._sessions.get(session.number) is not session or sequence <= slot.sequence:
+                        self._handle(call)  # decided meanwhile through records of our own shard
+                        return
+                    if not await self._internal.has_waited(session.number, draft):
+                        effects, decision = coordinator.split(span, draft)
+                        try:
+                            self._commit(
+                                call,
+                                draft,
+                                session,
+                                slot,
+                                index,
+                                sequence,
+                                mark,
+                                effects,
+                                partial(coordinator.committed, span, decision),
+                            )
+                        except (Refused, Busy):
+                            coordinator.not_written(span)
+                            raise
+                        return
+            except Refused as error:
+                if sequence > slot.sequence:
+                    self._slots.keep_refusal(session, slot, sequence, mark, error)
+                raise
+            finally:
+                access.caller = None
+                coordinator.end(span)
+
+        self._cross_shard.begin(call, (session.number, index), carry_out)
+
+    def _commit(
+        self,
+        call: Call,
+        draft: Draft,
+        session: Session,
+        slot: Slot,
+        index: int,
+        sequence: int,
+        mark: int,
+        effects: dict[bytes, bytes | None] | None = None,
+        committed: Callable[[], None] | None = None,
+    ) -> None:
+        """Apply the draft with its slot record, update memory, and answer now or when allowed.
+
+        `effects`: this shard's effects if other shards have some too; `committed` is called when they are
+        applied.
+        """
+        answer = draft.reply.SerializeToString()
+        waits_for = draft.intent[0] if draft.intent is not None else 0
+        if draft.opened:
+            self._sessions.check_room(session)
+        if effects is None:
+            effects = draft.finish()
+        if effects:
+            effects[records.slot_key(session.number, index)] = encode_slot(sequence, waits_for, answer, mark)
+            self._kv.apply(list(effects.items()), reclaims=not draft.adds)
+            self._counters["changes"] += 1
+            if committed is not None:
+                committed()
+        slot.sequence, slot.waits_for, slot.answer, slot.error, slot.restored = (
+            sequence,
+            waits_for,
+            answer,
+            None,
+            False,
+        )
+        slot.mark = mark
+        given_up = slot.take_awaited() if slot.awaited else 0
+        slot.opened = draft.opened
+        if draft.born:
+            self._view.next_number += 1
+            self._view.inode_count += 1
+        if draft.opened:
+            self._sessions.open(session, draft.opened)
+        if given_up:
+            self._sessions.close(session, given_up)
+        if draft.closed:
+            self._sessions.release(session, (draft.closed,))
+        for orphan in draft.orphans:
+            self._collector.add(orphan)
+        for account in (draft.accounts or {}).values():
+            if account.grown is not None:
+                self._rooms.spend(account.number, *account.grown)
+        if draft.then is not None:
+            draft.then()
+        if draft.parent is not None or draft.opened or draft.linked:
+            beside = type(draft.reply)()
+            if draft.parent is not None and not isinstance(draft.parent, StripeView):
+                fill_attr(beside.parent, draft.parent)
+            leased = draft.opened or draft.linked or (draft.born and draft.reply.entry.attr.inode)
+            if leased:
+                entry = beside.entry if isinstance(beside, pb.CreateReply) else beside
+                entry.lease_ms = self._view.issue_lease(session.number, draft.inodes[leased])
+            # concatenated protobuf messages decode as one merged message
+            answer += beside.SerializeToString()
+        if draft.intent is not None:
+            cut = asyncio.shield(self._cuts.begin(*draft.intent))
+            self._replies.reply_after(call, lambda: cut, answer)
+        elif draft.sync or (effects and self._kv.sync_before_answer):
+            self._replies.reply_after(call, partial(self._kv.sync, self._kv.sequence), answer)
+        else:
+            call.reply(answer)
+
+    def _wait_for(self, call: Call, wait: TruncationInProgress | AppendInProgress) -> None:
+        inode = wait.inode
+        self._replies.retry(
+            call,
+            partial(asyncio.shield, self._view.cutting[inode])
+            if isinstance(wait, TruncationInProgress)
+            else partial(self._appends.wait, inode),
+        )
