@@ -31,41 +31,48 @@ from nvpool.store.server.serving_lease import ServingLease
 log = logging.getLogger(__name__)
 
 
-class _Store(StoreService):
+class StoreDaemon:
     """The store service together with its heartbeats, which end before the service."""
 
-    beating: asyncio.Task[None] | None = None
+    def __init__(self, service: StoreService, opened: ServiceContext) -> None:
+        self._service = service
+        self._opened = opened
+        self.handle, self.fast_path = service.handle, service.fast_path
+        self.update_map, self.measure = service.update_map, service.measure
+        node = opened.directory.node
+        self._heartbeats = HeartbeatSender(
+            service,
+            opened.dialer,
+            lambda: (service.map_state.pool_map or opened.pool_map).node_by_id[node].endpoints,
+        )
+        self._beating: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        await super().start()
+        """Start the service and its heartbeats."""
+        await self._service.start()
         # If this task ends, the serving lease expires and replicated chunks are no longer served: nothing
         # else is needed.
-        self.beating = asyncio.ensure_future(self._beats.run())
-        self.beating.add_done_callback(
+        self._beating = asyncio.ensure_future(self._heartbeats.run())
+        self._beating.add_done_callback(
             lambda ended: (
                 ended.cancelled() or self._opened.fail(f"the heartbeats have stopped: {ended.exception()}")
             )
-        )
-
-    def follow(self, opened: ServiceContext) -> None:
-        self._opened = opened
-        node = opened.directory.node
-        self._beats = HeartbeatSender(
-            self, opened.dialer, lambda: (self._map or opened.pool_map).node_by_id[node].endpoints
         )
 
     def begin_drain(self) -> None:
         """Does nothing: no request here waits for other requests."""
 
     async def close(self, drain_s: float = 0.0) -> None:
-        if self.beating is not None:
-            self.beating.cancel()
-        await super().close(drain_s)
-        if self.ended_equal:
-            write_whole(self._opened.directory.ended(self.target), b"%d" % self.serving_lease.epoch)
+        """End the heartbeats, then close the service, and record whether it ended in step with its chains."""
+        service = self._service
+        if self._beating is not None:
+            self._beating.cancel()
+        await service.close(drain_s)
+        if service.ended_equal:
+            write_whole(self._opened.directory.ended(service.target), b"%d" % service.serving_lease.epoch)
 
 
-async def _open(kept_table: KeptTable | None, opened: ServiceContext) -> StoreService:
+async def _open(kept_table: KeptTable | None, opened: ServiceContext) -> StoreDaemon:
     fenced = opened.directory.fenced(opened.number)
 
     def on_fence(reason: str) -> None:
@@ -103,7 +110,7 @@ async def _open(kept_table: KeptTable | None, opened: ServiceContext) -> StoreSe
         for endpoint in opened.pool_map.target_by_id[opened.number].endpoints
         if endpoint.startswith("stream+unix://")
     ]
-    service = _Store(
+    service = StoreService(
         store,
         target=opened.number,
         grant_secret=opened.grant_secret,
@@ -122,8 +129,7 @@ async def _open(kept_table: KeptTable | None, opened: ServiceContext) -> StoreSe
             opened.number, SYSTEM_CLOCK, store.location_leases, verifier=store.verifier
         ),
     )
-    service.follow(opened)
-    return service
+    return StoreDaemon(service, opened)
 
 
 if __name__ == "__main__":

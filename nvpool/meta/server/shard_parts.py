@@ -27,7 +27,7 @@ from nvpool.meta.state.quota import QuotaLedger
 from nvpool.meta.state.transaction import View
 from nvpool.meta.store_client import Targets
 from nvpool.meta.transactions.service import CrossShardTransactions
-from nvpool.meta.volumes.revocation import Revocations
+from nvpool.meta.volumes.right_revocation import Revocations
 from nvpool.poolmap.model import PoolMap
 from nvpool.rpc.access_control import Callers
 

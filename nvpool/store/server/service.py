@@ -77,6 +77,7 @@ from nvpool.store.server.fast_first_writes import answer_new_writes
 from nvpool.store.server.fast_reads import close as close_fast_reads
 from nvpool.store.server.fast_reads import open_fast_reads
 from nvpool.store.server.io_stats import IoStats
+from nvpool.store.server.map_state import MapState
 from nvpool.store.server.serving_lease import ServingLease
 from nvpool.store.server.single_write import SingleWrites
 from nvpool.store.server.status import StatusHandlers
@@ -96,7 +97,9 @@ CLIENT_READ_BYTES_MAX = 4 << 20
 TEND_S = 1.0
 
 
-class StoreService(SingleWrites, StatusHandlers):
+class StoreService:
+    """Service of one target."""
+
     def __init__(
         self,
         store: ChunkStore,
@@ -129,10 +132,7 @@ class StoreService(SingleWrites, StatusHandlers):
         self._pool_keys = pool_keys or PoolKeys()
         self.clock = clock
         self._refresh_map = refresh_map
-        self._map: PoolMap | None = None
-        self._epoch = 0
-        self._changed_at: dict[int, int] = {}
-        self._stale_below = 0
+        self.map_state = MapState()
         self._rights = VerifiedGrants(grant_secret, clock, self._rights_taken)
         self.grant, self.known_grants = self._rights.grant, self._rights.known
         self.use = IoStats(clock, self.known_grants)
@@ -192,7 +192,7 @@ class StoreService(SingleWrites, StatusHandlers):
             parse=self._parse,
             authority=self._authority,
             later=self._later,
-            epoch=lambda: self._epoch,
+            epoch=lambda: self.map_state.epoch,
         )
         self.fast_path = open_fast_reads(
             target, self.known_grants, store, self.replica.pending, self.serving_lease, self.use, clock
@@ -200,25 +200,50 @@ class StoreService(SingleWrites, StatusHandlers):
         """Fast path that a listener tries first; None if every request takes the slow path."""
         answer_new_writes(self, grant_secret)
         self._new_writes = getattr(self.fast_path, "writes", None)
+        self.single_writes = SingleWrites(
+            target,
+            self.replica,
+            self.map_state,
+            store=store,
+            grant=self.grant,
+            use=self.use,
+            serving_lease=self.serving_lease,
+            clock=clock,
+        )
+        status = StatusHandlers(
+            target,
+            store,
+            self._callers,
+            self.map_state,
+            use=self.use,
+            serving_lease=self.serving_lease,
+            upkeep=self.upkeep,
+            clock=clock,
+            parse=self._parse,
+            check_right=self._check_right,
+            is_draining=lambda: self._draining,
+            waiting_count=lambda: self.waiting_count,
+        )
+        self.measure = status.measure
         self._methods: dict[int, Callable[[Call], None]] = {
             Method.DATA_READ: self._read,
             Method.DATA_WRITE: self._write,
             Method.DATA_FLUSH: self._flush,
             Method.DATA_CUT: self._cut,
             Method.DATA_REMOVE: self._remove,
-            Method.DATA_DESCRIBE: self._describe,
+            Method.DATA_DESCRIBE: status.describe,
             Method.DATA_LOCATE: self._locate,
             Method.DATA_EXTENTS: self._extents,
             Method.DATA_COPY: self._copy,
-            Method.DATA_LIST: self._list,
+            Method.DATA_LIST: status.list_inodes,
             Method.DATA_SCRUB: orders.scrub,
-            Method.DATA_STATUS: self._status,
+            Method.DATA_STATUS: status.report,
             Method.DATA_PEER_WRITE: self._peer_write,
             Method.DATA_SCRUB_ORDER: orders.scrub_order,
             Method.DATA_VERSIONS: giving.versions,
             Method.DATA_FETCH: giving.fetch,
             Method.DATA_PULL: orders.pull,
-            Method.DATA_USE: self._report_use,
+            Method.DATA_USE: status.report_use,
         }
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -293,17 +318,9 @@ class StoreService(SingleWrites, StatusHandlers):
 
     def update_map(self, pool_map: PoolMap) -> None:
         """Use this map if it is newer than the current one."""
-        if pool_map.epoch <= self._epoch:
+        if pool_map.epoch <= self.map_state.epoch:
             return
-        before, self._map, self._epoch = self._map, pool_map, pool_map.epoch
-        if before is None:
-            self._stale_below = pool_map.epoch  # changes before this map are not known here
-        else:
-            for table in pool_map.tables:
-                old = before.table_by_id.get(table.id)
-                for number, chain in enumerate(table.chains):
-                    if old is None or old.chains[number] != chain:
-                        self._changed_at[number] = pool_map.epoch
+        self.map_state.use(pool_map)
         self._rights.use(pool_map.rights_taken)
         self.replica.update_map(pool_map)
         self._giving.update_map(pool_map)
@@ -398,17 +415,21 @@ class StoreService(SingleWrites, StatusHandlers):
         A newer map makes the service fetch that map. Until the map arrives, the service raises Busy if its
         own map assigns a chunk to another target: a chunk that is missing here would look like a hole.
         """
-        if epoch > self._epoch and self._refresh_map is not None and self._map is not None:
+        if (
+            epoch > self.map_state.epoch
+            and self._refresh_map is not None
+            and self.map_state.pool_map is not None
+        ):
             self._refresh_map()
             if not all(self.replica.is_full_member(chain_of(inode, index)) for inode, index in chunks()):
                 raise Busy("this target does not know the newest pool map yet", retry_after_s=0.02)
-        if epoch >= self._epoch or not self._map:
+        if epoch >= self.map_state.epoch or not self.map_state.pool_map:
             return
-        if epoch < self._stale_below:
+        if epoch < self.map_state.stale_below:
             raise StaleEpoch
-        if self._changed_at:
+        if self.map_state.changed_at:
             for inode, index in chunks():
-                if self._changed_at.get(chain_of(inode, index), 0) > epoch:
+                if self.map_state.changed_at.get(chain_of(inode, index), 0) > epoch:
                     raise StaleEpoch
 
     @property
@@ -479,7 +500,7 @@ class StoreService(SingleWrites, StatusHandlers):
         _check_entries("reads", reads, READ)
         if self._callers.of(call.peer).account:
             _check_read_bytes(reads)
-        if epoch != self._epoch:
+        if epoch != self.map_state.epoch:
             self._check_epoch(epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
         _check_grants(rights)
         now_ms = self.clock.wall_ns() // 1_000_000
@@ -538,13 +559,13 @@ class StoreService(SingleWrites, StatusHandlers):
 
     def _answer_read(self, call: Call, epoch: int, reads: bytes, batch: ReadBatch) -> None:
         # While the read waited for a write or the drive, chains may have continued without this target.
-        if epoch != self._epoch:
+        if epoch != self.map_state.epoch:
             self._check_epoch(epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
         if self.serving_lease.shared:
             self.serving_lease.check()
         if self.use.on:
             self.use.read(call, batch)
-        call.reply(encode_read_reply(self._epoch, batch.results, batch.checksums), batch.payload)
+        call.reply(encode_read_reply(self.map_state.epoch, batch.results, batch.checksums), batch.payload)
 
     def _locate(self, call: Call) -> None:
         request = self._parse(pb.LocateRequest, call)
@@ -556,7 +577,7 @@ class StoreService(SingleWrites, StatusHandlers):
         entries = request.entries
         if len(entries) % LOCATE_ENTRY.size or len(entries) > LOCATE_ENTRIES_MAX * LOCATE_ENTRY.size:
             raise InvalidRequest(f"{len(entries)} bytes are not up to {LOCATE_ENTRIES_MAX} whole entries")
-        if request.map_epoch != self._epoch:
+        if request.map_epoch != self.map_state.epoch:
             self._check_epoch(
                 request.map_epoch, lambda: (fields[:2] for fields in LOCATE_ENTRY.iter_unpack(entries))
             )
@@ -602,7 +623,7 @@ class StoreService(SingleWrites, StatusHandlers):
             self.serving_lease.check()
         call.reply(
             pb.LocateReply(
-                map_epoch=self._epoch,
+                map_epoch=self.map_state.epoch,
                 results=b"".join(results),
                 runs=b"".join(runs),
                 checksums=b"".join(checksums),
@@ -612,11 +633,11 @@ class StoreService(SingleWrites, StatusHandlers):
     # -- writes ------------------------------------------------------------------------------------------------------
 
     def _write(self, call: Call) -> None:
-        if self._write_one(call):
+        if self.single_writes.try_write(call):
             return
         request = self._parse(pb.WriteRequest, call)
         _check_entries("writes", request.writes, WRITE)
-        if request.map_epoch != self._epoch:
+        if request.map_epoch != self.map_state.epoch:
             self._check_epoch(
                 request.map_epoch, lambda: (fields[0:4:3] for fields in WRITE.iter_unpack(request.writes))
             )
@@ -652,7 +673,7 @@ class StoreService(SingleWrites, StatusHandlers):
             self.serving_lease.check()
         if self.use.on:
             self.use.wrote(call, work)
-        call.reply(encode_write_reply(self._epoch, work.results))
+        call.reply(encode_write_reply(self.map_state.epoch, work.results))
 
     def _peer_write(self, call: Call) -> None:
         request = self._parse(pb.PeerWriteRequest, call)
@@ -676,13 +697,13 @@ class StoreService(SingleWrites, StatusHandlers):
             self._answer_peer(call, error)
 
     def _peer_committed(self, call: Call, version: int) -> None:
-        call.reply(pb.PeerWriteReply(map_epoch=self._epoch, version=version).SerializeToString())
+        call.reply(pb.PeerWriteReply(map_epoch=self.map_state.epoch, version=version).SerializeToString())
 
     def _answer_peer(self, call: Call, error: BaseException) -> None:
         if isinstance(error, StaleVersion):
             call.reply(
                 pb.PeerWriteReply(
-                    map_epoch=self._epoch, status=error.wire_code, version=error.version
+                    map_epoch=self.map_state.epoch, status=error.wire_code, version=error.version
                 ).SerializeToString()
             )
         else:
@@ -696,7 +717,7 @@ class StoreService(SingleWrites, StatusHandlers):
 
     async def _do_flush(self, call: Call) -> None:
         await self.store.flush()
-        call.reply(pb.FlushReply(map_epoch=self._epoch).SerializeToString())
+        call.reply(pb.FlushReply(map_epoch=self.map_state.epoch).SerializeToString())
 
     def _cut(self, call: Call) -> None:
         request = self._parse(pb.CutRequest, call)
@@ -710,7 +731,7 @@ class StoreService(SingleWrites, StatusHandlers):
             self.upkeep.resync.guard.cut(*what)
         with self._giving.cutting(request.inode):
             freed = await self.replica.cut(*what, None if key is None else key.cipher)
-        call.reply(pb.CutReply(map_epoch=self._epoch, bytes=freed).SerializeToString())
+        call.reply(pb.CutReply(map_epoch=self.map_state.epoch, bytes=freed).SerializeToString())
 
     def _remove(self, call: Call) -> None:
         request = self._parse(pb.RemoveRequest, call)
@@ -724,13 +745,18 @@ class StoreService(SingleWrites, StatusHandlers):
         if self.upkeep is not None:
             self.upkeep.resync.guard.removed(inodes)
         chunks, byte_count = await self.replica.remove(inodes)
-        call.reply(pb.RemoveReply(map_epoch=self._epoch, chunks=chunks, bytes=byte_count).SerializeToString())
+        call.reply(
+            pb.RemoveReply(
+                map_epoch=self.map_state.epoch, chunks=chunks, bytes=byte_count
+            ).SerializeToString()
+        )
 
     def _extents(self, call: Call) -> None:
         request = self._parse(pb.ExtentsRequest, call)
         if (
-            request.map_epoch < self._epoch
-            and max(self._changed_at.values(), default=self._stale_below) > request.map_epoch
+            request.map_epoch < self.map_state.epoch
+            and max(self.map_state.changed_at.values(), default=self.map_state.stale_below)
+            > request.map_epoch
         ):
             raise StaleEpoch  # the answer would miss a chunk that arrived or left
         self._check_right(call, request.grant, request.inode, grants.READ | grants.WRITE)
@@ -740,7 +766,7 @@ class StoreService(SingleWrites, StatusHandlers):
         self.serving_lease.check()  # holes of an old state may be data now
         call.reply(
             pb.ExtentsReply(
-                map_epoch=self._epoch, extents=extents, more=goes_on < until, next=goes_on
+                map_epoch=self.map_state.epoch, extents=extents, more=goes_on < until, next=goes_on
             ).SerializeToString()
         )
 
@@ -760,7 +786,7 @@ class StoreService(SingleWrites, StatusHandlers):
 
     def _copy(self, call: Call) -> None:
         request = self._parse(pb.CopyRequest, call)
-        if request.map_epoch != self._epoch:
+        if request.map_epoch != self.map_state.epoch:
             self._check_epoch(
                 request.map_epoch,
                 lambda: ((request.from_inode, request.from_index), (request.inode, request.index)),
@@ -794,10 +820,13 @@ class StoreService(SingleWrites, StatusHandlers):
             given_up=given_up,
             table=table,
         )
-        if request.map_epoch != self._epoch:  # during the copy the source may have continued without us
+        # during the copy the source may have continued without us
+        if request.map_epoch != self.map_state.epoch:
             self._check_epoch(request.map_epoch, lambda: (source[:2], (request.inode, request.index)))
         self.serving_lease.check()
-        call.reply(pb.CopyReply(map_epoch=self._epoch, version=version, bytes=copied).SerializeToString())
+        call.reply(
+            pb.CopyReply(map_epoch=self.map_state.epoch, version=version, bytes=copied).SerializeToString()
+        )
 
 
 def _check_entries(what: str, packed: bytes, entry: struct.Struct) -> None:

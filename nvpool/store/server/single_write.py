@@ -1,49 +1,55 @@
 """Fast path for the most common write: one write within one block.
 
 This path avoids the objects that batches need. `store/server/write_batch` answers the same request with the
-same bytes. A part of `store/server/service`.
+same bytes. Made by `store/server/service`.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from nvpool.core import grants
+from nvpool.core.clock import Clock
 from nvpool.core.errors import NvpoolError
 from nvpool.core.ids import RequestId
 from nvpool.core.units import BLOCK_BYTES
 from nvpool.rpc.api import Call
 from nvpool.rpc.messages.read_write_codec import decode_write_request, encode_write_reply
-from nvpool.store.chunks.api import MustWait
+from nvpool.store.chunks.api import ChunkStore, MustWait
 from nvpool.store.chunks.read_batch import RESULT
+from nvpool.store.replication.role import Replica
 from nvpool.store.server.io_stats import IoStats
+from nvpool.store.server.map_state import MapState
 from nvpool.store.server.serving_lease import ServingLease
-from nvpool.store.server.write_batch import WRITE, WriteService
-
-
-class SingleWriteService(WriteService, Protocol):
-    """Interface of the target's service that a single write uses."""
-
-    @property
-    def _epoch(self) -> int: ...
-
-    @property
-    def target(self) -> int:
-        """Number of the target."""
-
-    @property
-    def use(self) -> IoStats:
-        """I/O statistics, which a client may watch."""
-
-    @property
-    def serving_lease(self) -> ServingLease:
-        """Lease under which the target answers."""
+from nvpool.store.server.write_batch import WRITE
 
 
 class SingleWrites:
-    """Part of the service of a target: the fast path for one write."""
+    """Fast path of a target for one write."""
 
-    def _write_one(self: SingleWriteService, call: Call) -> bool:
+    def __init__(
+        self,
+        target: int,
+        replica: Replica,
+        map_state: MapState,
+        *,
+        store: ChunkStore,
+        grant: Callable[[bytes, int], grants.Grant | None],
+        use: IoStats,
+        serving_lease: ServingLease,
+        clock: Clock,
+    ) -> None:
+        """`grant` returns the verified grant for its bytes and the time in ms; None if it is not valid."""
+        self._target = target
+        self._replica = replica
+        self._map_state = map_state
+        self._store = store
+        self._grant = grant
+        self._use = use
+        self._serving_lease = serving_lease
+        self._clock = clock
+
+    def try_write(self, call: Call) -> bool:
         """Try to apply and answer the write; return whether it was answered here.
 
         This path takes one write within a block, by one grant, with the current map epoch, to a chunk that no
@@ -51,11 +57,11 @@ class SingleWrites:
         slow path.
         """
         found = decode_write_request(call.message)
-        if found is None or found[0] != self._epoch or found[1] != self.target or self.use.on:
+        if found is None or found[0] != self._map_state.epoch or found[1] != self._target or self._use.on:
             return False
         epoch, _, raw, writes, checksums, session, slot = found
         inode, cut, sequence, index, offset, length, number, _ = WRITE.unpack(writes)
-        payload, replica = call.payload, self.replica
+        payload, replica = call.payload, self._replica
         if (
             length != len(payload)
             or not length
@@ -64,10 +70,10 @@ class SingleWrites:
             or not session
             or replica.shares
             or replica.losing
-            or self.store.places_first(offset, length)
+            or self._store.places_first(offset, length)
         ):
             return False
-        grant = self.grant(raw, self.clock.wall_ns() // 1_000_000)
+        grant = self._grant(raw, self._clock.wall_ns() // 1_000_000)
         if (
             grant is None
             or not grant.rights & grants.WRITE
@@ -93,7 +99,7 @@ class SingleWrites:
             return False
         except NvpoolError as error:
             status = error.wire_code
-        if self.serving_lease.shared:
-            self.serving_lease.check()
+        if self._serving_lease.shared:
+            self._serving_lease.check()
         call.reply(encode_write_reply(epoch, RESULT.pack(status, 0, 0, version)))
         return True

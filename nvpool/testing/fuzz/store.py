@@ -135,7 +135,7 @@ class StorePlace(FuzzTarget):
             for index in (0, 1):
                 read = READ_ENTRY.pack(inode, index, 0, BLOCKS << 12, 0, 0)
                 request = encode_read_request(
-                    self._service._epoch, 1, [self._signed(grants.SERVICE, 0)], read
+                    self._service.map_state.epoch, 1, [self._signed(grants.SERVICE, 0)], read
                 )
                 results, _ = decode_read_reply(await self._ask(wire.DATA_READ, request))
                 found[inode, index] = bytes(results), self._payload

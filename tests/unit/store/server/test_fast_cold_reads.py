@@ -269,7 +269,7 @@ async def test_read_of_a_changed_chain_gives_no_bytes(cold):
     )
     cold.begin(cold.bench.frame(3, epoch=6))
     cold.service.update_map(pool_map(7))
-    cold.service._changed_at = dict.fromkeys(range(1024), 7)
+    cold.service.map_state.changed_at = dict.fromkeys(range(1024), 7)
     [sent] = await cold.come()
     assert status(sent) == StaleEpoch.wire_code
 

@@ -52,16 +52,16 @@ class Store:
         self.clock = ManualClock()
         self.store = MemoryChunkStore(1 << 20)
         self.service = StoreService(self.store, target=1, grant_secret=SECRET, clock=self.clock)
-        self.service._epoch = 7
+        self.service.map_state.epoch = 7
         self.taken = 0
-        one = self.service._write_one
+        one = self.service.single_writes.try_write
 
         def write_one(call) -> bool:
             taken = fast and one(call)
             self.taken += taken
             return taken
 
-        self.service._write_one = write_one
+        self.service.single_writes.try_write = write_one
 
     async def ask(self, method, message, payload=b""):
         call = Call(method, message, payload)
@@ -252,9 +252,9 @@ def test_shared_or_lost_chunks_use_the_batch_path():
             ),
         ):
             on()
-            assert not store.service._write_one(_plain(store))
+            assert not store.service.single_writes.try_write(_plain(store))
             off()
-        assert store.service._write_one(_plain(store))
+        assert store.service.single_writes.try_write(_plain(store))
 
     asyncio.run(scene())
 

@@ -66,7 +66,12 @@ class Bench:
     def __init__(self, store=None):
         self.clock = ManualClock()
         self.store = store or MemoryChunkStore(1 << 22)
-        self.service = StoreService(self.store, target=1, grant_secret=SECRET, clock=self.clock)
+        self.serve()
+
+    def serve(self, serving_lease: ServingLease | None = None) -> None:
+        self.service = StoreService(
+            self.store, target=1, grant_secret=SECRET, clock=self.clock, serving_lease=serving_lease
+        )
 
     def grant(self, rights=grants.READ | grants.WRITE, inode=1, cut=0, life_s=60.0, secret=SECRET):
         ends = self.clock.wall_ns() // 1_000_000 + int(life_s * 1000)
@@ -515,7 +520,7 @@ async def test_newer_map_epoch_triggers_one_refresh(bench):
 
 @served
 async def test_store_serves_only_status_before_its_verifier_is_known(bench):
-    bench.service.serving_lease = ServingLease(1, bench.clock, until_s=math.inf, verifier=7)
+    bench.serve(ServingLease(1, bench.clock, until_s=math.inf, verifier=7))
     pool_map = a_map()
     for verifier, answers in ((0, False), (6, False), (7, True)):
         pool_map = changed(
@@ -545,7 +550,8 @@ async def test_store_serves_only_status_before_its_verifier_is_known(bench):
 
 @served
 async def test_store_without_a_serving_lease_refuses_requests(bench):
-    bench.service.serving_lease = lease = ServingLease(1, bench.clock)
+    lease = ServingLease(1, bench.clock)
+    bench.serve(lease)
     pool_map = a_map()
     both = changed(pool_map, tables=(*pool_map.tables, build_table(pool_map.targets, 2)))
     bench.service.update_map(both)
