@@ -167,14 +167,29 @@ class MetaService:
         """Make all parts that depend on the identity of the shard."""
         status, sessions = self.status, self._sessions
         identity = take_identity(self._kv, self._shard, self._secret, status.pool_map, self._clock.wall_ns())
-        lock_table = LockTable(self._clock, self._options.grant_s + HOLD_BEYOND_GRANTS_S)
-        lock_table.client_of = sessions.client_of
-        locks = LockService(self._kv, lock_table, self._clock)
-        view = View(self._kv, identity, self._secret, self._options.grant_s, lock_table)
-        view.is_open = lambda inode: inode in sessions.holders
-        view.pool_keys = self._pool_keys
+        lock_table = LockTable(self._clock, self._options.grant_s + HOLD_BEYOND_GRANTS_S, sessions.client_of)
+        incarnation = int.from_bytes(self._clock.secret(8), "big") | 1
+        watches = LeaseTable(
+            self._clock,
+            incarnation,
+            min(self._options.watch_s, self._options.session_lease_s),
+            self._options.lease_s,
+            status.map_epoch,
+        )
         rooms, appends = QuotaLedger(self._clock, self._options.watch_s), AppendOrder(self._clock)
-        view.rooms, view.appends = rooms, appends
+        view = View(
+            self._kv,
+            identity,
+            self._secret,
+            self._options.grant_s,
+            lock_table,
+            pool_keys=self._pool_keys,
+            rooms=rooms,
+            appends=appends,
+            lease_ms=watches.lease_ms,
+            register_leases=watches.issue_leases,
+            is_open=lambda inode: inode in sessions.holders,
+        )
         cuts = Truncations(self._kv, view, self._targets, self._own)
         collector = Collector(
             self._kv,
@@ -187,17 +202,8 @@ class MetaService:
         sessions.on_free = collector.closed
         if status.pool_map is not None:
             view.use_map(status.pool_map)
-        incarnation = int.from_bytes(self._clock.secret(8), "big") | 1
-        watches = LeaseTable(
-            self._clock,
-            incarnation,
-            min(self._options.watch_s, self._options.session_lease_s),
-            self._options.lease_s,
-        )
-        watches.map_epoch = status.map_epoch
-        view.promise, view.lease_ms = watches.issue_leases, watches.lease_ms
         ranges = PartitionOwnership(self._kv, view)
-        locks.serves = ranges.serves
+        locks = LockService(self._kv, lock_table, self._clock, ranges.serves)
         cross_shard = CrossShardTransactions(
             self._shard,
             incarnation,

@@ -137,11 +137,19 @@ class _Table:
 class LeaseTable:
     """Leases and watches of all sessions of a shard."""
 
-    def __init__(self, clock: Clock, first_number: int, watch_s: float, lease_s: float) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        first_number: int,
+        watch_s: float,
+        lease_s: float,
+        map_epoch: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`map_epoch` returns the epoch of the pool map."""
         self._clock = clock
         self._watch_s = watch_s
         self.lease_ms = int(lease_s * 1000)
-        self.map_epoch: Callable[[], int] = lambda: 0
+        self._map_epoch = map_epoch
         self._watch_ms = int(watch_s * 1000)
         self._next_number = first_number
         self._table = _Table(lease_s)
@@ -439,7 +447,10 @@ class LeaseTable:
                 watch.until_s = max(watch.until_s, now_s + self._watch_s)
             call.reply(
                 pb.WatchReply(
-                    watch=watch.number, number=watch.seen, watch_ms=self._watch_ms, map_epoch=self.map_epoch()
+                    watch=watch.number,
+                    number=watch.seen,
+                    watch_ms=self._watch_ms,
+                    map_epoch=self._map_epoch(),
                 ).SerializeToString()
             )
             return
@@ -485,7 +496,7 @@ class LeaseTable:
                 number=watch.seen,
                 inodes=read_write_codec.pack_inodes(list(watch.sent)),
                 watch_ms=self._watch_ms,
-                map_epoch=self.map_epoch(),
+                map_epoch=self._map_epoch(),
             ).SerializeToString()
         )
 

@@ -53,13 +53,19 @@ class _Question:
 class LockService:
     """Clients that wait for locks, and locks of ended sessions."""
 
-    def __init__(self, kv: Kv, table: LockTable, clock: Clock) -> None:
+    def __init__(
+        self,
+        kv: Kv,
+        table: LockTable,
+        clock: Clock,
+        serves: Callable[[int], bool] = lambda partition: True,
+    ) -> None:
+        """`serves(partition)`: whether this shard may release locks in the partition."""
         self._kv = kv
         self._table = table
         self._clock = clock
         self._questions: dict[int, _Question] = {}
-        self.serves: Callable[[int], bool] = lambda partition: True
-        """Whether this shard may release locks in the partition."""
+        self._serves = serves
         table.on_turn = self._notify
 
     def load(self, partitions: Iterable[int], lives: Iterable[int]) -> None:
@@ -142,7 +148,7 @@ class LockService:
             await asyncio.sleep(0)
 
     def _give_on(self) -> bool:
-        steps = self._table.ended(RELEASE_BATCH, self.serves)
+        steps = self._table.ended(RELEASE_BATCH, self._serves)
         if steps:
             self._kv.apply([effect for step in steps for effect in step.effects], reclaims=True)
         for step in steps:

@@ -118,7 +118,9 @@ class _LockedFile:
 class LockTable:
     """File locks and waiters of one shard."""
 
-    def __init__(self, clock: Clock, hold_s: float) -> None:
+    def __init__(
+        self, clock: Clock, hold_s: float, client_of: Callable[[int], str] = lambda session: ""
+    ) -> None:
         """hold_s: seconds for which locks of a session are kept that has ended without being closed by its
         client."""
         self.hold_s = hold_s
@@ -138,7 +140,7 @@ class LockTable:
         self.on_turn: Callable[[Waiter], None] = lambda waiter: None
         self.full: frozenset[int] = frozenset()
         """Sessions of peers that have too many locks in all; see Sessions.weigh."""
-        self.client_of: Callable[[int], str] = lambda session: ""
+        self.client_of = client_of
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -63,8 +63,22 @@ class View:
     """Typed reads of one shard's current records, and other facts that decisions need."""
 
     def __init__(
-        self, kv: Kv, identity: records.ShardIdentity, grant_secret: bytes, grant_s: float, locks: LockTable
+        self,
+        kv: Kv,
+        identity: records.ShardIdentity,
+        grant_secret: bytes,
+        grant_s: float,
+        locks: LockTable,
+        *,
+        pool_keys: PoolKeys | None = None,
+        rooms: QuotaLedger | None = None,
+        appends: AppendOrder | None = None,
+        lease_ms: int = 0,
+        register_leases: Callable[[int, Iterable[int]], Collection[int]] = lambda session, numbers: (),
+        is_open: Callable[[int], bool] = lambda inode: False,
     ) -> None:
+        """`register_leases`: see `LeaseTable.issue_leases`. `is_open(inode)`: whether a session is known to have
+        the inode open."""
         self.locks = locks
         self.get = kv.get
         self.get_many = kv.get_many
@@ -77,7 +91,7 @@ class View:
         self.name_hash = name_hasher(identity.name_key)
         self.grant_secret = grant_secret
         self.grant_ms = int(grant_s * 1000)
-        self.pool_keys = PoolKeys()
+        self.pool_keys = pool_keys or PoolKeys()
         self.next_number = 0
         """Counter of the next inode number. The service advances it when it applies a draft that used it."""
         self.inode_count = 0
@@ -91,16 +105,14 @@ class View:
         self.shards: tuple[int, ...] = (identity.shard,)
         self.tables: frozenset[int] = frozenset((1,))
         self.map_epoch = 0
-        self.lease_ms = 0
-        self.promise: Callable[[int, Iterable[int]], Collection[int]] = lambda session, numbers: ()
-        """Gives leases: `LeaseTable.issue_leases`."""
-        self.rooms: QuotaLedger | None = None
-        self.appends: AppendOrder | None = None
+        self.lease_ms = lease_ms
+        self._register_leases = register_leases
+        self.rooms = rooms
+        self.appends = appends
         self.access = VolumeAccess()
         self.trashes: set[int] = set()
         """Volumes whose trash may not be empty."""
-        self.is_open: Callable[[int], bool] = lambda inode: False
-        """Whether a session is known to have the inode open."""
+        self.is_open = is_open
 
     def issue_lease(self, session: int, inode: Inode) -> int:
         """Give the session a lease on the inode; return its milliseconds, 0 for none.
@@ -111,7 +123,7 @@ class View:
         # without a recall
         if not inode.links or inode.number in self.cutting or inode.flags & DIVIDED:
             return 0
-        if not self.promise(session, (inode.number,)):
+        if not self._register_leases(session, (inode.number,)):
             return 0
         if inode.volume and self.access.is_sealed(inode.volume):
             return SEALED_LEASE_MS
@@ -123,7 +135,7 @@ class View:
         Return the inodes with a lease of `lease_ms`.
         """
         cutting = self.cutting
-        return self.promise(
+        return self._register_leases(
             session,
             [
                 fields[0]
