@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from nvpool.core.compiled_loader import IS_PURE, PURE_VARIABLE
-from nvpool.meta.server import dispatch_table as meta_dispatch
-from nvpool.meta.server import local_user_permissions
-from nvpool.meta.server.query_handlers import QueryHandlers
+from nvpool.meta.requests import dispatch_table as meta_dispatch
+from nvpool.meta.requests import local_user_permissions
+from nvpool.meta.requests.query_handlers import QueryHandlers
 from nvpool.meta.sessions.table import Sessions
 from nvpool.meta.state.volume_access import VolumeAccess
 from nvpool.rpc.api import MESSAGE_BYTES_MAX

@@ -5,7 +5,7 @@ are in this shard. A climb that reaches a directory of another shard is continue
 (`sdk/fsck/directory_loops`), from shard to shard. All records are read as they are now. So one step of a climb in one
 shard is consistent, but a climb over several shards is not; therefore an apparent loop there is traced twice.
 
-Used by `meta/fsck/walker` and `meta/server/admin_handlers`.
+Used by `meta/fsck/walker` and `meta/requests/admin_handlers`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Pure functions of an inode, its access control list and the credentials of the calling process. They implement
 path_resolution(7), chmod(2), chown(2), unlink(2), link(2), utimensat(2), xattr(7) and acl(5), as fs/namei.c,
 fs/attr.c and fs/posix_acl.c of the kernel do. For a mount the kernel itself makes all these checks; here they
-are made for processes that send requests to the service without a mount. Used by `meta/server/local_user_permissions`.
+are made for processes that send requests to the service without a mount. Used by `meta/requests/local_user_permissions`.
 
 If a client's root is squashed, the groups of its users are not known. Credentials with BELIEVED_GROUPS have
 the rights that such a user could have in any groups but root's, and ANY_USER_BUT_ROOT has the rights that any such

@@ -1,6 +1,6 @@
 """Volume decisions: creation, limits, grants. Pure functions, as all in `meta/operations`.
 
-Called by `meta/operations/create` and `meta/server/volume_handlers`.
+Called by `meta/operations/create` and `meta/requests/volume_handlers`.
 """
 
 from __future__ import annotations

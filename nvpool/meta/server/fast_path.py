@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any
 
 from nvpool.core.compiled_loader import load_compiled
-from nvpool.meta.server.shard_parts import ShardParts
+from nvpool.meta.requests.shard_parts import ShardParts
 from nvpool.meta.sessions.table import Session, Slot
 from nvpool.rpc.error_codec import encode_error
 from nvpool.rpc.transports.frame import REPLY, pack_head

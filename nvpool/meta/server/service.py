@@ -39,20 +39,20 @@ from nvpool.meta.migration.ownership import PartitionOwnership
 from nvpool.meta.migration.service import MigrationService
 from nvpool.meta.migration.shard_context import ShardContext
 from nvpool.meta.options import MetaOptions
-from nvpool.meta.server.admin_handlers import AdminHandlers
-from nvpool.meta.server.call_replies import CallReplies
-from nvpool.meta.server.change_handlers import ChangeHandlers
+from nvpool.meta.requests.admin_handlers import AdminHandlers
+from nvpool.meta.requests.call_replies import CallReplies
+from nvpool.meta.requests.change_handlers import ChangeHandlers
+from nvpool.meta.requests.internal_changes import InternalChanges
+from nvpool.meta.requests.load_handler import LoadHandler
+from nvpool.meta.requests.local_user_permissions import LocalUsers, check_shards
+from nvpool.meta.requests.query_handlers import QueryHandlers
+from nvpool.meta.requests.session_handlers import SessionHandlers
+from nvpool.meta.requests.shard_parts import ServiceStatus, ShardParts
+from nvpool.meta.requests.slot_replays import SlotReplays
+from nvpool.meta.requests.trash_handlers import TrashHandlers
+from nvpool.meta.requests.volume_handlers import VolumeHandlers
 from nvpool.meta.server.fast_path import open_fast_path
-from nvpool.meta.server.internal_changes import InternalChanges
-from nvpool.meta.server.load_handler import LoadHandler
-from nvpool.meta.server.local_user_permissions import LocalUsers, check_shards
-from nvpool.meta.server.query_handlers import QueryHandlers
-from nvpool.meta.server.session_handlers import SessionHandlers
-from nvpool.meta.server.shard_parts import ServiceStatus, ShardParts
 from nvpool.meta.server.shard_report import ShardReport
-from nvpool.meta.server.slot_replays import SlotReplays
-from nvpool.meta.server.trash_handlers import TrashHandlers
-from nvpool.meta.server.volume_handlers import VolumeHandlers
 from nvpool.meta.sessions.lease_table import LeaseTable
 from nvpool.meta.sessions.lock_service import HOLD_BEYOND_GRANTS_S, LockService
 from nvpool.meta.sessions.table import Session, Sessions, Slot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nvpool.kv.metrics import measure_engine
 from nvpool.meta.migration.service import MigrationService
-from nvpool.meta.server.shard_parts import ShardParts
+from nvpool.meta.requests.shard_parts import ShardParts
 from nvpool.meta.state import records
 from nvpool.metrics import registry as metrics
 from nvpool.metrics.exposition import Page

@@ -3,7 +3,7 @@
 `QuotaLedger` holds the quota reservations of sessions: bytes beside the usage that clients may write before they
 report them. Reservations are in the memory of this shard only. After a restart, or after a partition has
 migrated here, sessions state their reservations again; until they had the time for that, no new reservation
-is made. Called by `transaction.Draft` and `meta/server/volume_handlers`; nothing here waits.
+is made. Called by `transaction.Draft` and `meta/requests/volume_handlers`; nothing here waits.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 All contents lie in one partition, so each step is a change of this shard alone. The remaining tree is the
 only record of the progress: after a restart the removal starts again at the root. Owned by
-`meta/server/volume_handlers`.
+`meta/requests/volume_handlers`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ grant by this right. Then the pool map lists the revocation, and the stores refu
 volume repeats it. If this process ends in between, earlier grants stay valid until they expire.
 
 The locks of clients that were removed from the pool are released when all stores have disconnected those
-clients. Used by `meta/server/volume_handlers` and `meta/server/service`.
+clients. Used by `meta/requests/volume_handlers` and `meta/server/service`.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from nvpool.core.posix.acl import ACCESS, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ
 from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.operations import setattr as valid
 from nvpool.meta.operations.listing import STEP_OF_CLIENT
-from nvpool.meta.server import local_user_permissions
-from nvpool.meta.server.dispatch_table import CHANGES, QUERIES
+from nvpool.meta.requests import local_user_permissions
+from nvpool.meta.requests.dispatch_table import CHANGES, QUERIES
 from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.rpc.access_control import RIGHTS, Callers, LeastRight
 from nvpool.rpc.messages.direntries import DirectoryPage

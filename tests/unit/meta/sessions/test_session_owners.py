@@ -9,7 +9,7 @@ import pytest
 from nvpool.core.errors import AccessDenied, AlreadyExists, InvalidRequest, StaleSession
 from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.meta.operations.setattr import MODE
-from nvpool.meta.server.dispatch_table import CHANGES
+from nvpool.meta.requests.dispatch_table import CHANGES
 from nvpool.meta.sessions.table import Sessions, mark_of
 from nvpool.meta.state import records
 from nvpool.meta.state.session_records import SessionRecord, decode_session, decode_slot, encode_session

@@ -20,7 +20,7 @@ from nvpool.core.errors import (
 )
 from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.meta.operations.trash import trash_key
-from nvpool.meta.server import volume_handlers
+from nvpool.meta.requests import volume_handlers
 from nvpool.meta.state import records
 from nvpool.meta.state import volume_records as volumes
 from nvpool.meta.state.records import Inode

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from nvpool.core.errors import NotFound, NvpoolError
 from nvpool.core.ids import partition_of
 from nvpool.meta.operations import trash, volume_requests
-from nvpool.meta.server.call_replies import CallReplies
-from nvpool.meta.server.internal_changes import InternalChanges
-from nvpool.meta.server.shard_parts import ShardParts
+from nvpool.meta.requests.call_replies import CallReplies
+from nvpool.meta.requests.internal_changes import InternalChanges
+from nvpool.meta.requests.shard_parts import ShardParts
 from nvpool.meta.state.record_locks import LockedRecord
 from nvpool.meta.state.transaction import Draft, View
 from nvpool.meta.state.volume_access import check_trash

@@ -10,15 +10,15 @@ from functools import partial
 
 from nvpool.meta.operations import queries as lookup_operations
 from nvpool.meta.operations.listing import LIST_LIMIT_MAX, STEP_OF_CLIENT, attributes_in_steps, listing
-from nvpool.meta.server.call_replies import CallReplies
-from nvpool.meta.server.shard_parts import ShardParts
+from nvpool.meta.requests.call_replies import CallReplies
+from nvpool.meta.requests.shard_parts import ShardParts
 from nvpool.rpc.api import Call
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 
 
 class QueryHandlers:
-    """Requests that change nothing and are not in `meta/server/dispatch_table`."""
+    """Requests that change nothing and are not in `meta/requests/dispatch_table`."""
 
     def __init__(self, parts: ShardParts, replies: CallReplies) -> None:
         self._options = parts.options

@@ -1,4 +1,4 @@
-"""Handlers of the changes and queries in `meta/server/dispatch_table`: decide, apply and answer.
+"""Handlers of the changes and queries in `meta/requests/dispatch_table`: decide, apply and answer.
 
 Each decision is made and applied without a wait in between. A change that needs other shards is a cross-shard
 transaction. Made by `meta/server/service`.
@@ -14,11 +14,11 @@ from typing import Any
 from nvpool.core.errors import Busy, Refused, WrongShard
 from nvpool.core.ids import partition_of
 from nvpool.core.units import SLOTS_PER_SESSION
-from nvpool.meta.server.call_replies import CallReplies
-from nvpool.meta.server.dispatch_table import CHANGES, CROSS_SHARD_CHANGES, QUERIES
-from nvpool.meta.server.internal_changes import InternalChanges
-from nvpool.meta.server.shard_parts import ShardParts
-from nvpool.meta.server.slot_replays import SlotReplays
+from nvpool.meta.requests.call_replies import CallReplies
+from nvpool.meta.requests.dispatch_table import CHANGES, CROSS_SHARD_CHANGES, QUERIES
+from nvpool.meta.requests.internal_changes import InternalChanges
+from nvpool.meta.requests.shard_parts import ShardParts
+from nvpool.meta.requests.slot_replays import SlotReplays
 from nvpool.meta.sessions.table import Session, Slot, mark_of
 from nvpool.meta.state import records
 from nvpool.meta.state.append_reservations import AppendInProgress

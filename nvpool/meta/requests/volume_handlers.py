@@ -2,7 +2,7 @@
 
 An admin command states the desired state of a volume, so it needs no slot: if it is repeated, it finds that
 state already there. A command is durable when it is answered. Made by `meta/server/service`; requests for the
-trash are in `meta/server/trash_handlers`.
+trash are in `meta/requests/trash_handlers`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from nvpool.core.ids import partition_of
 from nvpool.core.names import check_holder
 from nvpool.core.units import MIB, PARTITION_COUNT
 from nvpool.meta.operations import trash, volume_requests
-from nvpool.meta.server.call_replies import CallReplies
-from nvpool.meta.server.internal_changes import InternalChanges
-from nvpool.meta.server.shard_parts import ShardParts
+from nvpool.meta.requests.call_replies import CallReplies
+from nvpool.meta.requests.internal_changes import InternalChanges
+from nvpool.meta.requests.shard_parts import ShardParts
 from nvpool.meta.state.record_locks import LockedRecord, when_free
 from nvpool.meta.state.volume_access import check_action, right_of
 from nvpool.meta.state.volume_records import (

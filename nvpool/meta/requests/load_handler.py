@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 
 from nvpool.core.errors import InUse, InvalidRequest
 from nvpool.meta.admin_jobs import JobReply, Load
-from nvpool.meta.server.call_replies import CallReplies
-from nvpool.meta.server.shard_parts import ShardParts
+from nvpool.meta.requests.call_replies import CallReplies
+from nvpool.meta.requests.shard_parts import ShardParts
 from nvpool.meta.state.shard_identity import has_root, take_identity
 from nvpool.rpc.api import Call
 from nvpool.rpc.v1 import meta_pb2 as pb

@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 from nvpool.core.errors import InvalidRequest, NvpoolError, StaleSequence
-from nvpool.meta.server.call_replies import CallReplies
-from nvpool.meta.server.shard_parts import ShardParts
+from nvpool.meta.requests.call_replies import CallReplies
+from nvpool.meta.requests.shard_parts import ShardParts
 from nvpool.meta.sessions.table import Session, Slot
 from nvpool.rpc.api import Call
 from nvpool.rpc.error_codec import TEXT_CHARACTERS_MAX
@@ -15,7 +15,7 @@ from nvpool.rpc.v1 import meta_pb2 as pb
 
 
 class SlotReplays:
-    """What a slot answers to a change that it has served already."""
+    """Answers of slots to changes that they have served already."""
 
     def __init__(self, parts: ShardParts, replies: CallReplies) -> None:
         self._counters = parts.status.counters

@@ -12,9 +12,9 @@ from nvpool.meta.admin_jobs import JobReply, dump_step, fsck_step, settle_sums
 from nvpool.meta.dump import Dump
 from nvpool.meta.fsck.directory_connectivity import climb
 from nvpool.meta.fsck.walker import Fsck
-from nvpool.meta.server.call_replies import CallReplies
-from nvpool.meta.server.internal_changes import InternalChanges
-from nvpool.meta.server.shard_parts import ShardParts
+from nvpool.meta.requests.call_replies import CallReplies
+from nvpool.meta.requests.internal_changes import InternalChanges
+from nvpool.meta.requests.shard_parts import ShardParts
 from nvpool.rpc.api import Call
 from nvpool.rpc.messages.fsck_sums import pack_bits
 from nvpool.rpc.v1 import meta_pb2 as pb

@@ -18,8 +18,8 @@ from nvpool.core.errors import (
 )
 from nvpool.core.ids import partition_of
 from nvpool.core.units import PARTITION_COUNT, SLOTS_PER_SESSION
-from nvpool.meta.server.call_replies import CallReplies
-from nvpool.meta.server.shard_parts import ShardParts
+from nvpool.meta.requests.call_replies import CallReplies
+from nvpool.meta.requests.shard_parts import ShardParts
 from nvpool.meta.sessions.table import (
     LISTED_INODES_MAX,
     Session,

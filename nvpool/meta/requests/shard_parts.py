@@ -16,7 +16,7 @@ from nvpool.meta.gc.collector import Collector
 from nvpool.meta.gc.truncations import Truncations
 from nvpool.meta.migration.ownership import PartitionOwnership
 from nvpool.meta.options import MetaOptions
-from nvpool.meta.server.local_user_permissions import LocalUsers
+from nvpool.meta.requests.local_user_permissions import LocalUsers
 from nvpool.meta.sessions.lease_table import LeaseTable
 from nvpool.meta.sessions.lock_service import LockService
 from nvpool.meta.sessions.table import Sessions
@@ -70,7 +70,7 @@ class ShardParts:
     targets: Targets
     waits: DeferredReplies
     revocations: Revocations
-    # from here on: made anew after a load
+    # from here on: made again after a load
     view: View
     rooms: QuotaLedger
     appends: AppendOrder

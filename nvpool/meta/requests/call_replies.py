@@ -20,7 +20,7 @@ from nvpool.rpc.step_queue import StepQueue
 
 
 class CallReplies:
-    """Replies of one service that do not come at once."""
+    """Replies of one service that wait or come in steps."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from nvpool.core.ids import partition_of
 from nvpool.core.units import PARTITION_COUNT
 from nvpool.meta.fsck.findings import Mend
 from nvpool.meta.fsck.repair import undivided
-from nvpool.meta.server.shard_parts import ShardParts
+from nvpool.meta.requests.shard_parts import ShardParts
 from nvpool.meta.state import records
 from nvpool.meta.state.transaction import Draft
 

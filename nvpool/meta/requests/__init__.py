@@ -1,0 +1,1 @@
+"""Requests to a shard: their handlers, and what the handlers share."""
