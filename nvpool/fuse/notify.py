@@ -4,7 +4,7 @@ A notification waits for directories that are being changed and for pages that a
 wait for replies of the serving process. So threads write the notifications; if the mount outlives its
 process, threads of another process do. Such a write cannot be interrupted: a process that is killed during
 the write is not gone before it returns. And the successor, whose reply the write waits for, does not start
-before the process is gone. Used by fuse/dispatch and by the programs of a mount.
+before the process is gone. Used by fuse/cache_notices and by the programs of a mount.
 """
 
 from __future__ import annotations

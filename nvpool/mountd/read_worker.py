@@ -47,14 +47,13 @@ async def serve(
     )
     awake = CpuLatencyRequest(config.processors.awake)
     ops = ReadWorkerOps(client.vfs, KeptHandles(memory))
-    engine = ReadWorkerEngine(ops, Channel(connection, 4096), awake.touch)
-    engine.adopt(clone)
 
     def measure(page: Page) -> None:
         engine.measure(page)
         measure_client(client.vfs, page)
 
-    engine.page = lambda: own_page(measure).pack()
+    engine = ReadWorkerEngine(ops, Channel(connection, 4096), awake.touch, lambda: own_page(measure).pack())
+    engine.adopt(clone)
     serving = asyncio.ensure_future(engine.serve())
     alone = asyncio.ensure_future(engine.alone.wait())
     closing = asyncio.ensure_future(_close_old(ops))

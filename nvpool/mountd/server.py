@@ -40,7 +40,6 @@ from nvpool.core.names import MEMBER_S
 from nvpool.core.units import MIB
 from nvpool.fuse.engines import Engine, engine_of, is_held, make_engine
 from nvpool.fuse.mount_point import MountOptions, check_mount_point, set_read_ahead, unmount
-from nvpool.fuse.notify import ProcessNotifier
 from nvpool.fuse.ops.mount_views import directory_at, parts_of
 from nvpool.fuse.ops.operations import FuseOps, FuseOptions
 from nvpool.host.mountinfo import Mount, mount_at, place_of
@@ -257,9 +256,7 @@ class _Mounted:
                     held.keep(engine.descriptor)
                 set_read_ahead(self._mount, arguments.read_ahead)
             if held is not None:
-                engine.notices.close()
-                engine.notices = ProcessNotifier()
-                await engine.notices.begin(self._notices, engine.descriptor)
+                await engine.notices.send_by_process(self._notices, engine.descriptor)
             serving = asyncio.ensure_future(engine.serve())
             asked = asyncio.ensure_future(self._stop.asked.wait())
             left = asyncio.ensure_future(held.left.wait() if held is not None else asyncio.Future())

@@ -117,7 +117,7 @@ def stored_handles(kernel):
 @on_a_mount
 async def test_listed_files_open_and_close_as_on_the_slow_path(kernel, rng):
     inode = await theirs(kernel, b"f", b"x")
-    step, meta = kernel.engine._known, kernel.vfs.meta
+    step, meta = kernel.engine.fast_paths.cached_replies.compiled, kernel.vfs.meta
     meta._report_opens_soon = lambda state: asyncio.sleep(600)  # the time of the report is arbitrary
     for turn in range(60):
         cut = rng.choice((0, 3, 1 << 40))
@@ -127,7 +127,7 @@ async def test_listed_files_open_and_close_as_on_the_slow_path(kernel, rng):
         for way in (None, step):
             list_with(kernel, inode, attr, rights, cut + later)
             kernel.ops.cached_pages.seen.pop(inode, None)
-            kernel.engine._known = way
+            kernel.engine.fast_paths.cached_replies.compiled = way
             before = reply_count(step)
             opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
             assert (reply_count(step) > before) == (way is not None)
@@ -170,7 +170,10 @@ async def test_open_files_share_nothing(kernel, rng):
                 replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh
             ]
         )
-    assert sum(kernel.engine._known.all_taken.get(int(op), 0) for op in (Op.OPEN,)) == 2
+    assert (
+        sum(kernel.engine.fast_paths.cached_replies.compiled.all_taken.get(int(op), 0) for op in (Op.OPEN,))
+        == 2
+    )
     for name in ("lanes", "located", "ahead"):
         assert getattr(files[0].file, name) is not getattr(files[1].file, name)
     assert files[0].ahead is not files[1].ahead and files[0].ahead.units is not files[1].ahead.units
@@ -232,8 +235,8 @@ async def test_malformed_requests_are_refused_on_both_paths(kernel, rng):
     inode = await theirs(kernel, b"f", b"x")
     opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh
     mine, handle = await kernel.create_in(1, b"own")
-    engine = kernel.engine
-    steps = engine._known, engine._creates, engine._writes
+    paths = kernel.engine.fast_paths
+    steps = paths.cached_replies.compiled, paths.creates.compiled, paths.writes.compiled
     assert None not in (steps if kernel.ops.kept is not None else steps[:1])
 
     async def said(raw):
@@ -261,11 +264,11 @@ async def test_malformed_requests_are_refused_on_both_paths(kernel, rng):
         broken += [(len(raw) + more).to_bytes(4, "little") + raw[4:] for more in (-1, 1, 1 << 20)]
         broken += [raw.replace(name, bytes(len(name))) for name in names]
         for one in broken:
-            engine._known, engine._creates, engine._writes = steps
+            paths.cached_replies.compiled, paths.creates.compiled, paths.writes.compiled = steps
             compiled = await said(one)
-            engine._known = engine._creates = engine._writes = None
+            paths.cached_replies.compiled = paths.creates.compiled = paths.writes.compiled = None
             assert compiled[:2] == (await said(one))[:2] == (777, -errno.EINVAL), (opcode, one)
-        engine._known, engine._creates, engine._writes = steps
+        paths.cached_replies.compiled, paths.creates.compiled, paths.writes.compiled = steps
     assert (await kernel.attributes(inode))[0] == 0
     assert await kernel.request(Op.WRITE, (handle, 0, 4, 0, 0, 0), node=mine, payload=b"abcd")
 
@@ -274,7 +277,7 @@ async def test_malformed_requests_are_refused_on_both_paths(kernel, rng):
 async def test_opens_of_squashed_root_need_a_message(kernel, rng):
     """Also for cached attributes, and for a file that a permitted user has open here."""
     inode = await theirs(kernel, b"f", b"x")
-    step, meta = kernel.engine._known, kernel.vfs.meta
+    step, meta = kernel.engine.fast_paths.cached_replies.compiled, kernel.vfs.meta
     asked, change = [], meta.change
 
     async def counted(*words, uid=0, **more):
@@ -285,10 +288,14 @@ async def test_opens_of_squashed_root_need_a_message(kernel, rng):
     for squashes, uid, count in ((False, 0, 0), (True, 1000, 0), (True, 0, 1)):
         kernel.vfs.parts.squashes_root = squashes
         compiled = cached_replies._cached_replies.CachedReplies(
-            kernel.engine, kernel.ops, kernel.vfs, False, kernel.engine._takers()
+            kernel.engine.fast_paths.cached_replies,
+            kernel.ops,
+            kernel.vfs,
+            False,
+            kernel.engine.fast_paths.takers(),
         )
         for way in (None, compiled):
-            kernel.engine._known = way
+            kernel.engine.fast_paths.cached_replies.compiled = way
             asked.clear()
             first = replies.read(
                 "open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode, uid=1000)
@@ -300,4 +307,4 @@ async def test_opens_of_squashed_root_need_a_message(kernel, rng):
             assert asked[before:] == [uid] * count, (squashes, uid, way)
             for handle in (first, opened):
                 await kernel.request(Op.RELEASE, (handle.fh, 0, 0, 0), node=inode)
-    kernel.engine._known = step
+    kernel.engine.fast_paths.cached_replies.compiled = step

@@ -59,16 +59,16 @@ class Both(Reading):
 
     async def both(self, opcode, body=(), *, here=True, **more):
         """(error, reply) of the request, which is `here` if the fast path handles it."""
-        step, (notified, named, _) = self.engine._known, self.client_state()
+        step, (notified, named, _) = self.engine.fast_paths.cached_replies.compiled, self.client_state()
         before = reply_count(step)
         compiled = await self.once(opcode, body, **more)
         assert (reply_count(step) > before) == here
         compiled_notified, compiled_named, compiled_seen = self.client_state()
         self.ops.cached_names.sent_changes.clear()
         self.ops.cached_names.sent_changes.update(notified)
-        self.engine._known = None
+        self.engine.fast_paths.cached_replies.compiled = None
         ordinary = await self.once(opcode, body, **more)
-        self.engine._known = step
+        self.engine.fast_paths.cached_replies.compiled = step
         ordinary_notified, ordinary_named, ordinary_seen = self.client_state()
         assert compiled == ordinary
         assert (compiled_notified, compiled_seen) == (ordinary_notified, ordinary_seen)
@@ -126,7 +126,7 @@ class Both(Reading):
         raw = requests.encode(
             FuseRequest(opcode, 77, node, 0, 0, 0, form.body(*body) if form.body else None, names, b"")
         )
-        self.engine._view[: len(raw)] = raw
+        self.engine.requests.view[: len(raw)] = raw
         return len(raw)
 
     def _answer(self):
@@ -137,7 +137,8 @@ class Both(Reading):
 
     def on_fast_path(self, opcode, body, node, names):
         """The reply of the fast path now; None if it declines."""
-        return self._answer() if self.engine._known.take(self._put(opcode, body, node, names)) else None
+        known = self.engine.fast_paths.cached_replies.compiled
+        return self._answer() if known.take(self._put(opcode, body, node, names)) else None
 
     def on_slow_path(self, opcode, body, node, names):
         """The reply of the handler, if it needs no message; else None."""
@@ -145,12 +146,12 @@ class Both(Reading):
             found = self.ops.lookup_now(node, names[0])
             if found is ASK:
                 return None
-            self.engine._entry(77, found)
+            self.engine._replies.entry(77, found)
         else:
             found = self.ops.getattr_now(node)
             if found is None:
                 return None
-            self.engine._attributes(77, found)
+            self.engine._replies.attributes(77, found)
         return self._answer()
 
 
@@ -247,7 +248,8 @@ async def test_close_is_immediate_for_a_single_thread(kernel):
 async def test_each_close_is_replied_once(kernel):
     there = await directory(kernel)
     made = await kernel.created_by(there, 40, (11, 12, 13))
-    before = sum(kernel.engine.spent.times[Op.FLUSH].counts) if kernel.engine.spent.times[Op.FLUSH] else 0
+    spent = kernel.engine.requests.spent
+    before = sum(spent.times[Op.FLUSH].counts) if spent.times[Op.FLUSH] else 0
     closes = [kernel.send(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) for inode, handle in made]
     look = kernel.send(Op.GETATTR, (0, 0), node=there)
     order = list(await kernel.answers(len(closes) + 1))
@@ -258,7 +260,7 @@ async def test_each_close_is_replied_once(kernel):
     ]  # each create delays one close
     look = kernel.send(Op.GETATTR, (0, 0), node=there)
     assert list(await kernel.answers(len(again) + 1)) == [*again, look]
-    assert sum(kernel.engine.spent.times[Op.FLUSH].counts) == before + 80
+    assert sum(spent.times[Op.FLUSH].counts) == before + 80
 
 
 @on_a_mount()
@@ -297,7 +299,7 @@ async def test_listed_attributes_are_served_without_decoding(kernel):
     kept = kernel.vfs.cache._attrs
     assert all(type(kept[inode][0]) is bytes for inode in made.values())
     for name, inode in made.items():
-        step = kernel.engine._known
+        step = kernel.engine.fast_paths.cached_replies.compiled
         compiled = await kernel.once(Op.LOOKUP, (), node=there, names=(name,))
         assert reply_count(step) and type(kept[inode][0]) is bytes
         assert (await kernel.name(there, name)) == compiled
@@ -329,20 +331,20 @@ async def test_uncached_attributes_are_fetched(kernel):
     await kernel.attributes(inode)
     for one in (inode, there):
         cache.forget_attr(one)
-    before = reply_count(kernel.engine._known)
+    before = reply_count(kernel.engine.fast_paths.cached_replies.compiled)
     assert (await kernel.once(Op.GETATTR, (0, 0), node=inode))[0] == 0
     assert (await kernel.once(Op.LOOKUP, (), node=there, names=(b"none",)))[0] == -errno.ENOENT
     assert (await kernel.once(Op.LOOKUP, (), node=there, names=(b"f",)))[0] == 0
-    assert reply_count(kernel.engine._known) == before
+    assert reply_count(kernel.engine.fast_paths.cached_replies.compiled) == before
     assert leases.held(inode) and leases.held(there)
     await kernel.attributes(inode)
     await kernel.name(there, b"f")
     for watch in {lease.watch for lease in leases._leases.values()}:  # the shard is silent from now on
         watch.until_s = 0.0
     cache.distrust()
-    before = reply_count(kernel.engine._known)
+    before = reply_count(kernel.engine.fast_paths.cached_replies.compiled)
     assert (await kernel.once(Op.GETATTR, (0, 0), node=inode))[0] == 0
-    assert reply_count(kernel.engine._known) == before
+    assert reply_count(kernel.engine.fast_paths.cached_replies.compiled) == before
 
 
 async def theirs(kernel, name, content):
@@ -389,25 +391,25 @@ def state_of(kernel, inode):
 async def test_open_read_close_leaves_the_same_state(kernel):
     content = os.urandom(3000)
     inode = await theirs(kernel, b"f", content)
-    step = kernel.engine._known
+    step = kernel.engine.fast_paths.cached_replies.compiled
     left = {}
     for turn in range(6):
         for way in (None, step):
-            kernel.engine._known = way
+            kernel.engine.fast_paths.cached_replies.compiled = way
             before = reply_count(step)
             opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
             assert (reply_count(step) > before) == (way is not None)
             again = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
             both = state_of(kernel, inode)
             assert await kernel.read(opened.fh, 0, 4096) == content
-            kernel.engine._known = way
+            kernel.engine.fast_paths.cached_replies.compiled = way
             await kernel.request(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
             one = state_of(kernel, inode)
             await kernel.request(Op.RELEASE, (again.fh, 0, 0, 0), node=inode)
             left.setdefault(turn, []).append(
                 (opened.open_flags, again.open_flags, both, one, state_of(kernel, inode))
             )
-            kernel.engine._known = step
+            kernel.engine.fast_paths.cached_replies.compiled = step
     for ordinary, compiled in list(left.values())[1:]:  # in the first turn the kernel has no pages yet
         assert ordinary == compiled
 
@@ -415,7 +417,7 @@ async def test_open_read_close_leaves_the_same_state(kernel):
 @on_a_mount()
 async def test_open_that_needs_a_message_is_left(kernel):
     inode = await theirs(kernel, b"f", b"x")
-    step = kernel.engine._known
+    step = kernel.engine.fast_paths.cached_replies.compiled
     for flags in (os.O_RDWR, os.O_WRONLY, os.O_RDONLY | os.O_TRUNC):
         before = reply_count(step)
         opened = replies.read("open", await kernel.request(Op.OPEN, (flags, 0), node=inode))
@@ -447,7 +449,7 @@ async def test_close_with_locks_is_immediate(kernel):
     inode, handle = await kernel.create_in(there, b"f")
     await kernel.request(Op.SETLK, (handle, 7, 0, 100, fcntl.F_WRLCK, 1, 0), node=inode)
     await kernel.both(Op.FLUSH, (handle, 8, 0), node=inode, here=False)
-    taken = kernel.engine._known.take
+    taken = kernel.engine.fast_paths.cached_replies.compiled.take
     assert not taken(0) and kernel.vfs.is_locked(inode)
     await kernel.request(Op.RELEASE, (handle, 0, 0, 0), node=inode)
     assert not kernel.vfs.is_locked(inode)
@@ -527,17 +529,17 @@ async def test_forgotten_inode_is_forgotten(kernel):
 @on_a_mount()
 async def test_resent_request_is_left_to_its_handler(kernel):
     there = await directory(kernel)
-    before = reply_count(kernel.engine._known)
+    before = reply_count(kernel.engine.fast_paths.cached_replies.compiled)
     kernel.send(Op.GETATTR, (0, 0), node=there, unique=1 << 63 | 12)
     assert (await kernel.receive())[0] == 1 << 63 | 12
-    assert reply_count(kernel.engine._known) == before
+    assert reply_count(kernel.engine.fast_paths.cached_replies.compiled) == before
 
 
 @on_a_mount()
 async def test_durations_are_counted_by_operation(kernel):
     there = await directory(kernel)
     await kernel.once(Op.GETATTR, (0, 0), node=there)
-    times = kernel.engine.spent.times[Op.GETATTR]
+    times = kernel.engine.requests.spent.times[Op.GETATTR]
     counted, spent = sum(times.counts), times.sum_s
     for _ in range(50):
         await kernel.once(Op.GETATTR, (0, 0), node=there)
@@ -563,7 +565,7 @@ def on_both_paths(test):
         async def all_of_it():
             async with mounted() as kernel:
                 if way == "ordinary":
-                    kernel.engine._known = None
+                    kernel.engine.fast_paths.cached_replies.compiled = None
                 await test(kernel)
 
         run_whole(all_of_it(), 60)
@@ -654,7 +656,7 @@ async def test_reads_from_memory_are_counted(kernel):
     await kernel.host.located(kernel.handle(handle), 2)
     await kernel.read(handle, 8192, 4096)
     await kernel.expect_no_reply()
-    times = kernel.engine.spent.times[Op.READ]
+    times = kernel.engine.requests.spent.times[Op.READ]
     before = sum(times.counts)
     for number in range(40):
         await kernel.read(handle, number % 2 * 8192, 4096)
@@ -761,9 +763,9 @@ def test_client_without_leases_trusts_its_cache_briefly():
                 await kernel.once(Op.LOOKUP, (), names=(b"f",))
                 await kernel.name(1, b"f", here=False)
                 client.vfs.cache.distrust()
-                before = reply_count(kernel.engine._known)
+                before = reply_count(kernel.engine.fast_paths.cached_replies.compiled)
                 for _ in range(2):
                     assert (await kernel.once(Op.GETATTR, (0, 0), node=inode))[0] == 0
-                assert reply_count(kernel.engine._known) == before + 1
+                assert reply_count(kernel.engine.fast_paths.cached_replies.compiled) == before + 1
 
     run_whole(all_of_it(), 120)

@@ -139,7 +139,8 @@ class Mounted(Reading):
 
     @property
     def compiled_creates(self):
-        return self.engine._creates.made if self.engine._creates is not None else 0
+        compiled = self.engine.fast_paths.creates.compiled
+        return compiled.made if compiled is not None else 0
 
     def send_create(self, name, flags=NEW, mode=0o100644, pid=0, uid=0, gid=0, unique=None, node=1):
         self.last += 2
@@ -251,9 +252,11 @@ class Mounted(Reading):
             "writing": set(ops.published.writing),
             "counters": {name: vfs.meta.counters[name] for name in ("changes", "repeats", "sessions")},
             "made names": dict(vfs.complete_dirs.made_names),
-            "work": list(self.engine._work),
+            "work": list(self.engine.requests.work),
             "held": dict(vfs.meta.once.held),
-            "spent": sum(times.counts) if (times := self.engine.spent.times[Op.CREATE]) is not None else 0,
+            "spent": sum(times.counts)
+            if (times := self.engine.requests.spent.times[Op.CREATE]) is not None
+            else 0,
             "in flight": len([one for one in connection._in_flight.values() if one[4] == META_CREATE]),
             "calls": (RPC_STATS.calls.begun - RPC_STATS.calls.ended) - len(connection._in_flight),
         }
@@ -281,12 +284,12 @@ async def mounted(
     async with StatefulHost(clock, options, shard_fast_path) as host, Mounted(host, writeback) as kernel:
         await kernel.init()
         if way == "ordinary":
-            await kernel.engine._end_plain_reads()
+            await kernel.engine.fast_paths.stop()
         await kernel.close_file((await kernel.create_file(b"the first one, by which there is a session")).fh)
         kernel.way, before = way, kernel.compiled_creates
         yield kernel
         kernel.proxy.instead = None
-        assert not kernel.engine._work
+        assert not kernel.engine.requests.work
         assert way == "ordinary" or kernel.compiled_creates > before or not kernel.expects_some, (
             "none was created on the fast path"
         )
@@ -611,7 +614,7 @@ async def test_request_slot_is_held_until_the_reply(kernel):
     assert kernel.host.kept.slots(kernel.state.record) == [
         (change.slot, change.sequence, META_CREATE, unique)
     ]
-    assert len(kernel.state.slots) == slots - 1 and list(kernel.engine._work) == [unique]
+    assert len(kernel.state.slots) == slots - 1 and list(kernel.engine.requests.work) == [unique]
     assert not kernel.ops.files.by_handle and not kernel.host.kept.handles.valid()
     other = await kernel.create_file(b"g")  # meanwhile
     kernel.proxy.service.handle(call)
@@ -823,7 +826,7 @@ async def test_interrupted_create_ignores_its_late_reply(kernel):
     unique, call = await kernel.pending_create(b"f", pid=NO_PROCESS)
     kernel.send(Op.INTERRUPT, (unique,))
     assert (await kernel.receive())[:2] == (unique, -errno.EINTR)
-    assert not kernel.engine._work and kernel.host.kept.slots(kernel.state.record) == []
+    assert not kernel.engine.requests.work and kernel.host.kept.slots(kernel.state.record) == []
     assert sorted(slot for slot, _ in kernel.state.slots) == slots
     kernel.proxy.service.handle(call)
     await asyncio.sleep(0.02)
@@ -881,13 +884,13 @@ async def test_file_opened_meanwhile_has_one_open_inode(kernel):
 @on_fast_path
 async def test_create_that_would_wait_is_left_to_the_slow_path(kernel):
     state, meta, engine = kernel.state, kernel.vfs.meta, kernel.engine
-    compiled = engine._creates
+    compiled = engine.fast_paths.creates.compiled
     request = requests.encode(
         FuseRequest(Op.CREATE, 900, 1, 0, 0, 0, FORMS[Op.CREATE].body(NEW, 0o100644, 0o22, 0), (b"f",), b"")
     )
 
     def begins(raw=request):
-        engine._buffer[: len(raw)] = raw
+        engine.requests.buffer[: len(raw)] = raw
         return compiled.begin(len(raw))
 
     def left(raw=request):
@@ -898,7 +901,11 @@ async def test_create_that_would_wait_is_left_to_the_slow_path(kernel):
             dict(kernel.vfs.cache._renamed_s),
         )
         assert not begins(raw)
-        assert meta.counters == before and kernel.host.kept.slots(state.record) == noted and not engine._work
+        assert (
+            meta.counters == before
+            and kernel.host.kept.slots(state.record) == noted
+            and not engine.requests.work
+        )
         assert (
             list(state.slots) == slots
             and kernel.vfs.cache._entries == entries
@@ -942,8 +949,8 @@ async def test_create_that_would_wait_is_left_to_the_slow_path(kernel):
         (state.met, ("closed", True)),
         (state.met, ("_writable", False)),
         (state.met, ("upgraded", True)),
-        (engine, ("_from", {1: 1})),
-        (engine, ("_leaving", True)),
+        (engine.requests, ("forwarded", {1: 1})),
+        (engine.requests, ("leaving", True)),
     ):
         name, wrong = value
         right = getattr(place, name)
@@ -987,7 +994,7 @@ async def test_bug_in_the_client_state_is_reported(kernel):
     assert (
         len(kernel.state.slots) == slots
         and kernel.host.kept.slots(kernel.state.record) == []
-        and not kernel.engine._work
+        and not kernel.engine.requests.work
     )
     asyncio.get_running_loop().set_exception_handler(None)
     kernel.vfs.cache.open.clear()
@@ -1015,7 +1022,7 @@ async def test_mount_stops_after_a_bug_in_a_last_reply(kernel):
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
     kernel.expects_some = False
     unique, call = await kernel.pending_create(b"f")
-    kernel.engine._stopped = True
+    kernel.engine.requests.stopped = True
     kernel.vfs.complete_dirs.made_in = lambda *_: 1 // 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frame_fast_path, "_frame", None)
@@ -1045,7 +1052,7 @@ async def test_replies_arrive_in_pieces(kernel):
         while asked:
             unique, error, _ = await kernel.receive()
             assert error == asked.pop(unique)
-        assert len(kernel.state.slots) == kernel.state.slot_count and not kernel.engine._work
+        assert len(kernel.state.slots) == kernel.state.slot_count and not kernel.engine.requests.work
 
 
 @on_both_paths

@@ -35,7 +35,7 @@ class Mounted(Reading):
 
     @property
     def plain(self):
-        return self.engine._plain
+        return self.engine.fast_paths.local_reads.compiled
 
     def forget_pages(self):
         for service in self.host.pool.stores.values():
@@ -50,7 +50,7 @@ async def mounted(way="compiled"):
     async with Host() as host, Mounted(host) as kernel:
         await kernel.init()
         if way == "ordinary":
-            await kernel.engine._end_plain_reads()
+            await kernel.engine.fast_paths.stop()
         yield kernel
 
 
@@ -87,7 +87,7 @@ async def test_concurrent_reads_from_drive_and_memory(kernel):
                 for offset, length in places(60, seed)
             }
         )
-    assert not kernel.engine._work and not kernel.short.waiting
+    assert not kernel.engine.requests.work and not kernel.short.waiting
     assert kernel.plain is None or not kernel.plain.waiting
 
 
@@ -203,7 +203,7 @@ async def pending_read(kernel, number, offset, pid=0):
             unique = kernel.send_read(number, offset, BLOCK, pid=pid)
             kernel.engine._take()
             if kernel.plain.waiting:
-                assert unique in kernel.engine._work and kernel.plain.waiting == 1
+                assert unique in kernel.engine.requests.work and kernel.plain.waiting == 1
                 return unique
             assert await kernel.receive() == (unique, 0, CONTENT[offset : offset + BLOCK])
 
@@ -217,7 +217,7 @@ async def test_interrupted_read_ignores_its_late_data(kernel):
     heard, error, _ = await kernel.receive()
     assert (
         (heard, error) == (unique, -errno.EINTR)
-        and unique not in kernel.engine._work
+        and unique not in kernel.engine.requests.work
         and not kernel.short.waiting
     )
     assert await kernel.read(number, 6 * BLOCK, BLOCK) == CONTENT[6 * BLOCK : 7 * BLOCK]
@@ -247,11 +247,11 @@ async def test_read_interrupted_before_its_store_request(kernel):
     kernel.short._now_s = lambda: real() + short_circuit.SLOW_S + 0.1
     kernel.short.run_once()
     kernel.short._now_s = real
-    waiting = kernel.engine._work[unique][0]
+    waiting = kernel.engine.requests.work[unique][0]
     assert waiting.cancel() and not waiting.cancel()
     assert (await kernel.receive())[:2] == (unique, -errno.EINTR)
     await kernel.expect_no_reply()
-    assert kernel.vfs.chunks.counters["messages"] == sent and not kernel.engine._work
+    assert kernel.vfs.chunks.counters["messages"] == sent and not kernel.engine.requests.work
 
 
 @on_fast_path

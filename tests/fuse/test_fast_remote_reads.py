@@ -81,14 +81,14 @@ class Mounted(Reading):
 
     @property
     def far(self):
-        return self.engine._far
+        return self.engine.fast_paths.remote_reads.compiled
 
     def forget_pages(self):
         for service in self.host.pool.stores.values():
             evict(service.store.device.path)
 
     def assert_nothing_left(self):
-        assert not self.engine._work
+        assert not self.engine.requests.work
         for lane in self.vfs.chunks._lanes.values():
             assert not lane.in_flight
         for connection in self.connections():
@@ -107,7 +107,7 @@ async def mounted(way="compiled", options=FAR):
     async with host, Mounted(host) as kernel:
         await kernel.init()
         if way == "ordinary":
-            await kernel.engine._end_plain_reads()
+            await kernel.engine.fast_paths.stop()
         yield kernel
         kernel.assert_nothing_left()
 
@@ -136,7 +136,7 @@ async def test_bytes_are_right_at_every_border_and_length(kernel):
 @on_both_paths
 async def test_concurrent_reads_from_drive_and_memory(kernel):
     number = await kernel.open()
-    before = kernel.engine._plain_bytes + kernel.engine.read_bytes
+    before = kernel.engine.fast_paths.read_bytes + kernel.engine.requests.read_bytes
     total = 0
     for seed in range(6):
         if seed % 2 == 0:
@@ -146,7 +146,7 @@ async def test_concurrent_reads_from_drive_and_memory(kernel):
         }
         total += sum(len(CONTENT[offset : offset + length]) for offset, length in asked.values())
         await kernel.check_reads(asked)
-    assert kernel.engine._plain_bytes + kernel.engine.read_bytes - before == total
+    assert kernel.engine.fast_paths.read_bytes + kernel.engine.requests.read_bytes - before == total
 
 
 @on_fast_path
@@ -390,7 +390,7 @@ async def test_interrupted_read_ignores_its_late_reply(kernel):
     for _ in late:
         heard, error, _ = await kernel.receive()
         assert heard in late and error == -errno.EINTR
-    assert not kernel.engine._work
+    assert not kernel.engine.requests.work
     await asyncio.sleep(0.05)
     kernel.host.instead(None)
     for call in calls:
@@ -524,7 +524,7 @@ def test_unmounted_engine_does_not_wait_for_replies():
                 await asyncio.sleep(0.05)
                 assert not kernel.engine._may_read_on(OSError(errno.ENODEV, "it was unmounted"))
                 await asyncio.wait_for(asyncio.gather(kernel.serving, return_exceptions=True), 60)
-                assert not kernel.engine._work and kernel.far is None
+                assert not kernel.engine.requests.work and kernel.far is None
                 answered = [await kernel.receive() for _ in asked]
                 assert {unique for unique, _, _ in answered} == set(asked)
                 assert {error for _, error, _ in answered} == {-errno.EINTR}

@@ -66,7 +66,8 @@ class Small(Mounted):
 
     @property
     def began(self):
-        return self.engine._small.taken if self.engine._small is not None else 0
+        compiled = self.engine.fast_paths.small_files.compiled
+        return compiled.taken if compiled is not None else 0
 
 
 @asynccontextmanager
@@ -76,7 +77,7 @@ async def mounted(way="compiled", options=FAR):
     async with host, Small(host) as kernel:
         await kernel.init()
         if way == "ordinary":
-            await kernel.engine._end_plain_reads()
+            await kernel.engine.fast_paths.stop()
         await kernel.connect()
         yield kernel
         kernel.assert_nothing_left()
@@ -119,13 +120,13 @@ async def test_cache_and_statistics_are_the_same(kernel):
         chunks.counters["reads"],
         kept.counters["small_reads"],
         kept._bytes,
-        kernel.engine.read_bytes + kernel.engine._plain_bytes,
+        kernel.engine.requests.read_bytes + kernel.engine.fast_paths.read_bytes,
     )
     asked = {kernel.send_read(number, 0, 64 * KIB) for number in numbers}
     assert not [error for error, _ in (await kernel.answers(asked)).values() if error]
     assert chunks.counters["reads"] - before[0] == kept.counters["small_reads"] - before[1] == len(SIZES)
     assert kept._bytes - before[2] == sum(SIZES) + 300 * len(SIZES)
-    assert kernel.engine.read_bytes + kernel.engine._plain_bytes - before[3] == sum(SIZES)
+    assert kernel.engine.requests.read_bytes + kernel.engine.fast_paths.read_bytes - before[3] == sum(SIZES)
     for inode in inodes:
         change, content, read_s = kept._kept[inode]
         assert (
@@ -620,15 +621,15 @@ async def test_chosen_target_agrees_with_the_slow_path(kernel):
 async def test_unsent_reads_continue_on_the_slow_path(kernel):
     contents = [some(6000, seed) for seed in range(20)]
     numbers = [await kernel.open(inode) for inode in await kernel.make(contents)]
-    submit, began = kernel.engine._submit_plain_reads, kernel.began
+    submit, began = kernel.engine.fast_paths.submit, kernel.began
 
     def lost_before():
         for connection in kernel.connections():
             connection._end("a test")
-        kernel.engine._submit_plain_reads = submit
+        kernel.engine.fast_paths.submit = submit
         submit()
 
-    kernel.engine._submit_plain_reads = lost_before
+    kernel.engine.fast_paths.submit = lost_before
     asked = {
         kernel.send_read(number, 0, 8 * KIB): content
         for number, content in zip(numbers, contents, strict=True)
@@ -667,7 +668,7 @@ async def test_bug_before_the_request_is_an_error(kernel):
 async def test_bug_in_the_fallback_is_an_error(kernel):
     (inode,) = await kernel.make([some(5000, 1)])
     number = await kernel.open(inode)
-    submit, chunks = kernel.engine._submit_plain_reads, kernel.vfs.chunks
+    submit, chunks = kernel.engine.fast_paths.submit, kernel.vfs.chunks
     send = chunks.send
 
     def broken(lane, reads):
@@ -677,10 +678,10 @@ async def test_bug_in_the_fallback_is_an_error(kernel):
     def lost_before():
         for connection in kernel.connections():
             connection._end("a test")
-        kernel.engine._submit_plain_reads, chunks.send = submit, broken
+        kernel.engine.fast_paths.submit, chunks.send = submit, broken
         submit()
 
-    kernel.engine._submit_plain_reads = lost_before
+    kernel.engine.fast_paths.submit = lost_before
     unique = kernel.send_read(number, 0, 8 * KIB)
     async with asyncio.timeout(20):
         assert (await kernel.receive())[:2] == (unique, -errno.EIO)
@@ -693,7 +694,7 @@ async def test_calls_are_counted_as_on_the_slow_path(kernel):
     numbers = [
         await kernel.open(inode) for inode in await kernel.make([some(BLOCK, seed) for seed in range(10)])
     ]
-    times = kernel.engine.spent.times[Op.READ]
+    times = kernel.engine.requests.spent.times[Op.READ]
 
     def counted():
         reads = sum(calls.by_method[DATA_READ].counts)
@@ -724,7 +725,9 @@ def test_unmounted_engine_does_not_wait_for_replies():
                 await wait_for_requests(kernel, calls)
                 assert not kernel.engine._may_read_on(OSError(errno.ENODEV, "it was unmounted"))
                 await asyncio.wait_for(asyncio.gather(kernel.serving, return_exceptions=True), 60)
-                assert not kernel.engine._work and kernel.engine._small is None
+                assert (
+                    not kernel.engine.requests.work and kernel.engine.fast_paths.small_files.compiled is None
+                )
                 answered = [await kernel.receive() for _ in asked]
                 assert {unique for unique, _, _ in answered} == set(asked)
                 assert {error for _, error, _ in answered} == {-errno.EINTR}

@@ -99,7 +99,7 @@ class Mounted(Kernel):
 
     def assert_nothing_left(self) -> None:
         writer = self.vfs.writer
-        assert not self.engine._work and not self.kept.writes.valid() and not writer._begun
+        assert not self.engine.requests.work and not self.kept.writes.valid() and not writer._begun
         assert writer._held == writer._in_flight == 0 and len(self.vfs.chunks._slots) == 64
 
 
@@ -145,7 +145,7 @@ def on_all_paths(test):
 
         async def whole() -> None:
             async with mounted() as kernel:
-                assert (kernel.engine._writes is not None) == (way == "compiled")
+                assert (kernel.engine.fast_paths.writes.compiled is not None) == (way == "compiled")
                 await test(kernel)
 
         asyncio.run(whole())
@@ -160,14 +160,14 @@ async def test_small_file_is_written_closed_and_read(kernel):
     for number, length in enumerate((4096, 5000, 32768, 100, 40_000)):
         content = os.urandom(length)
         inode, handle = await kernel.new(b"%d" % number)
-        changes, written_bytes = ops.changes.count, engine.written_bytes
+        changes, written_bytes = ops.changes.count, engine.requests.written_bytes
         assert await kernel.write(handle, content) == length
-        assert ops.changes.count == changes + 1 and engine.written_bytes == written_bytes + length
+        assert ops.changes.count == changes + 1 and engine.requests.written_bytes == written_bytes + length
         assert inode in ops.cached_pages.paged
         await kernel.flush(handle)
         assert (
             ops.changes.count == changes + 2
-            and not engine._work
+            and not engine.requests.work
             and ops.cached_pages.seen[inode][0] == ops.files.by_handle[handle].attr.change
         )
         await kernel.flush(handle)  # nothing is left to report
@@ -177,7 +177,7 @@ async def test_small_file_is_written_closed_and_read(kernel):
         await kernel.flush(handle)
         assert await kernel.read(handle) == content + b"more"
         await kernel.request(Op.RELEASE, (handle, 0, 0, 0))
-    times = engine.spent.times
+    times = engine.requests.spent.times
     assert sum(times[Op.WRITE].counts) == 10 and sum(times[Op.FLUSH].counts) == 15
 
 
@@ -191,7 +191,7 @@ async def test_close_waits_for_the_store_without_blocking_others(kernel):
     assert len(kernel.held) == 1 and len(kernel.kept.writes.valid()) == 1
     asked = kernel.send(Op.FLUSH, (handle, 0, 0))
     await kernel.expect_no_reply()
-    assert list(kernel.engine._work) == [asked]
+    assert list(kernel.engine.requests.work) == [asked]
     await kernel.flush(other)  # no write to this file
     await kernel.release_stores()
     assert (await kernel.receive())[:2] == (asked, 0)

@@ -18,9 +18,10 @@ from nvpool.core import errors
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.fuse.engines import kernel_version, make_engine
 from nvpool.fuse.kernel import connection as kernel_connection
-from nvpool.fuse.kernel.connection import FLAGS, IN_WORK_MAX, KernelEngine, is_dying
+from nvpool.fuse.kernel.connection import FLAGS, KernelEngine
 from nvpool.fuse.mount_point import MountOptions
 from nvpool.fuse.ops.operations import FuseOps, FuseOptions
+from nvpool.fuse.pending_requests import _SIGKILL_BIT, IN_WORK_MAX, is_dying
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Init, Op, Opening
 from nvpool.fuse.protocol.requests import FORMS, FuseRequest
@@ -76,7 +77,7 @@ class Kernel:
         self.last += 2
         form = (
             requests.SETXATTR_EXTENDED
-            if opcode == Op.SETXATTR and self.engine._setxattr_extended
+            if opcode == Op.SETXATTR and self.engine.requests.setxattr_extended
             else FORMS.get(opcode)
         )
         if opcode == Op.SETXATTR:
@@ -449,7 +450,7 @@ async def test_waiting_requests_do_not_block_others(kernel):
     assert vfs.waiting == 20
     vfs.go.set()
     assert sorted([(await kernel.receive())[0] for _ in asked]) == asked
-    assert not kernel.engine._work
+    assert not kernel.engine.requests.work
 
 
 class GatheringVfs(SlowVfs):
@@ -523,7 +524,7 @@ async def test_interrupted_call_ends_only_for_a_dying_caller(kernel):
         asked,
         -errno.EINTR,
     )  # the kernel notifies once; the engine must check again
-    assert not kernel.engine._work and not kernel.engine._interrupted
+    assert not kernel.engine.requests.work and not kernel.engine.requests.interrupted
     await kernel.expect_no_reply()
 
 
@@ -598,7 +599,7 @@ async def test_submitted_create_replies_before_bookkeeping(kernel):
     vfs, ops = kernel.engine._ops._vfs, kernel.engine._ops
     asked = kernel.send(Op.CREATE, (os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o100644, 0o22, 0), names=(b"f",))
     await kernel.expect_no_reply()
-    assert vfs.begun[0].unique == asked and len(kernel.engine._work) == 1
+    assert vfs.begun[0].unique == asked and len(kernel.engine.requests.work) == 1
     vfs.begun.pop().done()
     heard, error, answer = await kernel.receive()
     made = replies.read("create", answer)
@@ -608,7 +609,7 @@ async def test_submitted_create_replies_before_bookkeeping(kernel):
         and ops.files.by_handle[made.fh].inode == made.nodeid
     )
     assert (
-        not kernel.engine._work
+        not kernel.engine.requests.work
         and made.nodeid in ops.cached_names.sent_changes
         and ops.cached_pages.seen[made.nodeid][1]
     )
@@ -628,7 +629,11 @@ async def test_submitted_create_replies_before_bookkeeping(kernel):
         vfs.begun.pop().done()
         assert (await kernel.receive())[:2] == (asked, 0)
     await kernel.request(Op.RELEASE, (made.fh, 0, 0, 0))
-    assert not ops.files.by_handle and not ops.published.is_barred(made.nodeid) and not kernel.engine._work
+    assert (
+        not ops.files.by_handle
+        and not ops.published.is_barred(made.nodeid)
+        and not kernel.engine.requests.work
+    )
 
 
 class TwoStepVfs(SubmittingVfs):
@@ -657,7 +662,7 @@ async def test_second_step_of_a_create_belongs_to_its_request(kernel):
     await kernel.expect_no_reply()
     vfs.begun.pop().done()
     assert (await kernel.receive())[:2] == (asked, 0)
-    assert vfs.asked == asked and not kernel.engine._work
+    assert vfs.asked == asked and not kernel.engine.requests.work
 
 
 @on_kernel(SubmittingVfs)
@@ -677,7 +682,7 @@ async def test_dying_caller_of_a_submitted_request_is_answered(kernel):
     child.kill()
     child.wait()
     assert (await kernel.receive())[:2] == (asked, -errno.EINTR)
-    assert not kernel.engine._work
+    assert not kernel.engine.requests.work
     await kernel.request(Op.RELEASE, (made.fh, 0, 0, 0))
     await kernel.expect_no_reply()
 
@@ -700,8 +705,8 @@ async def test_releases_wait_behind_other_requests(kernel):
     locked = kernel.send(Op.SETLK, lock, node=inode)  # after the reply to the close its locks are gone
     assert [(await kernel.receive())[:2] for _ in range(2)] == [(released, 0), (locked, 0)]
     await kernel.request(Op.RELEASE, (again, 0, 0, 0))
-    assert not kernel.engine._ops.files.by_handle and not kernel.engine._late
-    assert sum(kernel.engine.spent.times[Op.RELEASE].counts) == 5
+    assert not kernel.engine._ops.files.by_handle and not kernel.engine.requests.late
+    assert sum(kernel.engine.requests.spent.times[Op.RELEASE].counts) == 5
 
 
 class BrokenVfs(MemoryVfs):
@@ -760,4 +765,4 @@ def test_request_pages_are_those_of_the_running_kernel():
 
 
 def test_sigkill_is_the_signal_that_is_checked():
-    assert 1 << signal.SIGKILL - 1 == kernel_connection._SIGKILL_BIT
+    assert 1 << signal.SIGKILL - 1 == _SIGKILL_BIT

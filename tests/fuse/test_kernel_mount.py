@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from nvpool.core.errors import InvalidRequest
-from nvpool.fuse.kernel.connection import DYING_LOOK_S, KernelEngine
+from nvpool.fuse.kernel.connection import KernelEngine
 from nvpool.fuse.kernel.mount import attach
 from nvpool.fuse.mount_point import MountOptions, mount_at
 from nvpool.fuse.ops.operations import FuseOps, FuseOptions
+from nvpool.fuse.pending_requests import DYING_LOOK_S
 from nvpool.testing.fakes.vfs import MemoryVfs
 from tests.fuse.conftest import NO_MOUNT, is_mounted, needs, wait_until
 
@@ -148,9 +149,9 @@ def test_caller_of_a_hung_request_can_be_killed(served):
     )
     caller = subprocess.Popen([sys.executable, "-c", program, made.place / "hung"], stdout=subprocess.PIPE)
     caller.stdout.read(1)
-    wait_until(lambda: made.engine._work, "the request")
+    wait_until(lambda: made.engine.requests.work, "the request")
     caller.send_signal(signal.SIGUSR1)  # not fatal: the process keeps waiting, as for a local drive
-    wait_until(lambda: made.engine._interrupted, "the interrupt")
+    wait_until(lambda: made.engine.requests.interrupted, "the interrupt")
     assert caller.poll() is None and made.vfs.cancelled == 0
     caller.kill()
     assert caller.wait(120) == -signal.SIGKILL
@@ -160,7 +161,7 @@ def test_caller_of_a_hung_request_can_be_killed(served):
 
 def test_killed_writer_stores_its_data_within_a_limit(served, monkeypatch):
     """The exiting process has already taken the signal: it is pending for its process only, no longer for its thread."""
-    monkeypatch.setattr("nvpool.fuse.kernel.connection.EXIT_S", 120)
+    monkeypatch.setattr("nvpool.fuse.pending_requests.EXIT_S", 120)
     made = served()
     writer = subprocess.Popen(
         [
@@ -175,10 +176,10 @@ def test_killed_writer_stores_its_data_within_a_limit(served, monkeypatch):
     writer.stdout.read(1)
     made.vfs.flush_hangs = True
     writer.kill()
-    wait_until(lambda: made.engine._interrupted, "the interrupt of the flush")
+    wait_until(lambda: made.engine.requests.interrupted, "the interrupt of the flush")
     with pytest.raises(subprocess.TimeoutExpired):
         writer.wait(2 * DYING_LOOK_S)
-    monkeypatch.setattr("nvpool.fuse.kernel.connection.EXIT_S", 0.1)
+    monkeypatch.setattr("nvpool.fuse.pending_requests.EXIT_S", 0.1)
     assert writer.wait(120) == -signal.SIGKILL
     assert made.vfs.cancelled == 1
 
@@ -191,7 +192,7 @@ def test_unmounted_engine_waits_for_no_reads(served):
         ["dd", f"if={made.place / 'f'}", "of=/dev/null", "bs=4k", "skip=300", "count=1"],
         stderr=subprocess.DEVNULL,
     )
-    wait_until(lambda: made.engine._work, "the request")
+    wait_until(lambda: made.engine.requests.work, "the request")
     subprocess.run(["umount", "-l", made.place], check=True)
     reader.kill()  # the last process that uses the mount
     reader.wait(120)

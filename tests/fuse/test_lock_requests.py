@@ -11,9 +11,9 @@ from nvpool.client.state.vfs_types import Caller
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import InvalidRequest
 from nvpool.core.posix.byte_range_locks import EXCLUSIVE, LAST_BYTE, RECORD
-from nvpool.fuse.kernel.connection import IN_WORK_MAX
 from nvpool.fuse.ops import locks as lock_operations
 from nvpool.fuse.ops.operations import FuseOps, FuseOptions
+from nvpool.fuse.pending_requests import IN_WORK_MAX
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import LOCK_FLOCK, Init, Notice, Op
 from nvpool.meta.state.lock_table import Owner
@@ -90,7 +90,7 @@ async def test_interrupt_ends_a_waiting_lock(kernel):
     kernel.send(Op.INTERRUPT, (asked,))
     assert (await kernel.receive())[:2] == (asked, -errno.EINTR)
     await kernel.request(Op.SETLK, body(handle, 1, NONE), node=inode)
-    assert not kernel.engine._ops._vfs._locks.files and not kernel.engine._lock_waits
+    assert not kernel.engine._ops._vfs._locks.files and not kernel.engine._pending.lock_waits
 
 
 class InterruptedVfs(MemoryVfs):

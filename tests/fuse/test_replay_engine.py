@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from nvpool.fuse.dispatch import FIRST
 from nvpool.fuse.kernel.connection import KernelEngine
 from nvpool.fuse.kernel.replay_engine import ReplayEngine
 from nvpool.fuse.mount_point import MountOptions
@@ -16,6 +15,7 @@ from nvpool.fuse.ops.operations import FuseOps
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Init, Op
 from nvpool.fuse.protocol.requests import FORMS, FuseRequest
+from nvpool.fuse.request_state import FIRST
 from nvpool.shm.mount_state import Word
 from nvpool.shm.request_log import Unanswered
 from tests.fuse.test_kernel_engine import Kernel, SlowVfs
@@ -87,7 +87,7 @@ def test_successor_answers_the_kept_requests(memory):
         assert kept.count == 3
         serving.cancel()  # the process is gone: none of its tasks continues
         await asyncio.gather(serving, return_exceptions=True)
-        await until(lambda: not first.engine._work)
+        await until(lambda: not first.engine.requests.work)
         # as if killed: its records remain
         for unique, at in zip(asked, (0, 2, 4), strict=True):
             kept.keep(unique, memoryview(_read(unique, handle, at, inode)))
@@ -124,9 +124,9 @@ def test_interrupt_finds_a_request_by_the_kernels_number(memory):
         second = KeepingKernel(vfs, memory, {asked}, first)
         async with second:
             await waits(vfs, 1)
-            assert second.came_again == {asked} and [unique & FIRST for unique in second.engine._work] == [
-                asked
-            ]
+            assert second.came_again == {asked} and [
+                unique & FIRST for unique in second.engine.requests.work
+            ] == [asked]
             second.send(Op.INTERRUPT, (asked,), unique=asked | 1)
             unique, error, _ = await second.receive()  # its caller, process 0, does not exist
             assert (unique, error) == (asked, -errno.EINTR) and second.engine._kept_requests.count == 0

@@ -247,7 +247,11 @@ async def test_late_replies_of_an_ended_engine_are_dropped(two):
     said = await two.held_frames()
     assert not first.engine._may_read_on(OSError(19, "it was unmounted"))
     await asyncio.wait_for(asyncio.gather(first.serving, return_exceptions=True), 60)
-    assert not first.engine._work and first.engine._small is None and first.engine._far is None
+    assert (
+        not first.engine.requests.work
+        and first.engine.fast_paths.small_files.compiled is None
+        and first.engine.fast_paths.remote_reads.compiled is None
+    )
     for unique, (error, _) in (await first.answers(asked[0])).items():
         assert error == -4 and unique in asked[0]
     for connection, its in said.items():
@@ -267,7 +271,7 @@ async def test_engine_that_ends_halfway_keeps_its_replies(two):
     for connection, its in said.items():
         half = len(its) // 2
         await on_loop(receive, connection, b"".join(its[:half]))
-        await first.engine._end_plain_reads()
+        await first.engine.fast_paths.stop()
         await on_loop(receive, connection, b"".join(its[half:]))
     await two.check_replies(asked)
 
@@ -278,6 +282,7 @@ async def test_connection_that_ends_halfway_answers_each_read_once(two):
     asked = await two.request(9, (BLOCK,))
     said = await two.held_frames()
     two.release()
+    paths = first.engine.fast_paths.small_files, first.engine.fast_paths.remote_reads
     some_ended, ended = first.engine._some_ended, []
     for connection, its in said.items():
 
@@ -287,12 +292,14 @@ async def test_connection_that_ends_halfway_answers_each_read_once(two):
                 connection._end("by who goes on")
             some_ended()
 
-        first.engine._some_ended = end
+        for path in paths:
+            path.some_ended = end
         frames, room = b"".join(its), connection.get_buffer(-1)
         count = min(len(frames), len(room))
         room[:count] = frames[:count]
         del room
         await on_loop(connection.buffer_updated, count)
-    first.engine._some_ended = some_ended
+    for path in paths:
+        path.some_ended = some_ended
     assert ended
     await two.check_replies(asked)

@@ -258,9 +258,9 @@ cdef object attr_of(const uint8_t *record):
 cdef class CachedReplies:
     """Compiled part of CachedReplyPath; see cached_replies.py.
 
-    `engine` has the buffer, and the list of closed files that are released late.
+    `path.requests` has the buffer, and the list of closed files that are released late.
     """
-    cdef object _engine, _cached_names, _pages, _notices, _xattrs, _cache, _leases, _lookup_prefetch, _clock, _spent
+    cdef object _path, _requests, _cached_names, _pages, _notices, _xattrs, _cache, _leases, _lookup_prefetch, _clock, _spent
     cdef object _owners, _cover
     cdef object _vfs, _meta, _writer, _published
     cdef set _refused
@@ -285,19 +285,20 @@ cdef class CachedReplies:
     cdef double _put_off_since_s[PUT_OFF_MAX]
     cdef int _put_off_count
 
-    def __init__(self, engine, ops, vfs, bint is_subtree, tuple takers):
+    def __init__(self, path, ops, vfs, bint is_subtree, tuple takers):
         """`takers`: functions that may start a READ in the buffer.
 
         Each gets the length of the request, and returns whether it has started it.
         """
-        cache = vfs.cache
-        self._engine, self._cache, self._leases, self._lookup_prefetch = engine, cache, vfs.leases, vfs.lookup_prefetch
+        cache, requests = vfs.cache, path.requests
+        self._path, self._requests = path, requests
+        self._cache, self._leases, self._lookup_prefetch = cache, vfs.leases, vfs.lookup_prefetch
         self._cached_names, self._pages, self._notices, self._xattrs = ops.cached_names, ops.cached_pages, ops.notices, ops.xattrs
         self._vfs, self._meta, self._writer, self._published = vfs, vfs.meta, vfs.writer, ops.published
         self._refused = ops.bypass.refused
         self._paged, self._withdrawn = ops.cached_pages.paged, ops.cached_names.withdrawn
         self._opens, self._squashes_root = not ops.options.writeback, vfs.squashes_root
-        self._fd, self._buffer, self._spent = engine._fd, engine._buffer, engine.spent
+        self._fd, self._buffer, self._spent = requests.fd, requests.buffer, requests.spent
         self._files, self._sent_changes, self._seen, self._owners = ops.files.by_handle, ops.cached_names.sent_changes, ops.cached_pages.seen, vfs.locks.owners
         self._open, self._attrs, self._entries, self._whole = cache.open, cache._attrs, cache._entries, cache._whole
         self._leases_by_inode, self._directories = vfs.leases._leases, vfs.lookup_prefetch._directories
@@ -307,8 +308,8 @@ cdef class CachedReplies:
         self._fresh_s, self._absent_s = vfs.options.fresh_s, vfs.lookups.absent_s
         self._has_entry_timeout = ops.options.entry_timeout_s > 0
         self._has_negative_timeout = ops.options.negative_timeout_s > 0
-        self._attr_s, self._attr_ns = engine._keep_attr
-        self._entry_s, self._entry_ns = engine._keep_entry
+        self._attr_s, self._attr_ns = requests.keep_attr
+        self._entry_s, self._entry_ns = requests.keep_entry
         self._takers = takers
         self._view, self._shards = vfs.meta._view, vfs.meta._shards
         self._published_of, self._published_writing = ops.published.handles_of, ops.published.writing
@@ -335,7 +336,7 @@ cdef class CachedReplies:
     def next_request(self, Py_ssize_t most):
         """Read requests of the kernel until one cannot be handled here.
 
-        Returns that one's length; it is in the engine's buffer. -1: no request waits. 0: `most` were handled,
+        Returns that one's length; it is in the buffer. -1: no request waits. 0: `most` were handled,
         and there may be more. `taken`: how many requests were handled here. Raises OSError.
         """
         cdef ssize_t count
@@ -352,12 +353,12 @@ cdef class CachedReplies:
                 if not self.take(count):
                     return count
             except Exception as bug:  # report it to the caller
-                self._engine._broken(bug)
+                self._path.broken(bug)
             self.taken += 1
         return 0
 
     cpdef bint take(self, Py_ssize_t count) except -1:
-        """Answer, or start, the request of `count` bytes in the engine's buffer.
+        """Answer, or start, the request of `count` bytes in the buffer.
 
         False: nothing has happened.
         """
@@ -402,22 +403,22 @@ cdef class CachedReplies:
     cdef bint take_read(self, Py_ssize_t count) except -1:
         """Take a READ. One that is answered here is counted here, one that is pending when it ends.
 
-        The engine's own counters stay unchanged.
+        The counters of the run stay unchanged.
         """
-        engine = self._engine
-        run_s, kept = engine._since_s, engine._kept
+        requests = self._requests
+        run_s, kept = requests.since_s, requests.deferred
         cdef double since_s = stopwatch()
-        engine._since_s = since_s
+        requests.since_s = since_s
         try:
             for take in self._takers:
                 if take(count):
                     self._taken[READ] += 1
-                    if engine._kept == kept:
+                    if requests.deferred == kept:
                         self.count(READ, stopwatch() - since_s)
                     return True
             return False
         finally:
-            engine._since_s, engine._kept = run_s, kept
+            requests.since_s, requests.deferred = run_s, kept
 
     cdef int count(self, uint32_t opcode, double took_s) except -1:
         """Record a latency, as FuseTimes.add does."""
@@ -438,7 +439,7 @@ cdef class CachedReplies:
         if write(self._fd, out, length) < 0:
             error = errno
             if error not in (ENOENT, ENODEV, ECONNABORTED):
-                self._engine.answer_refused(unique, error, length)
+                self._path.answer_refused(unique, error, length)
         return 0
 
     # -- the caches ----------------------------------------------------------------------------------------------------------
@@ -872,7 +873,7 @@ cdef class CachedReplies:
         cdef PyObject *found = PyDict_GetItem(self._files, handle)
         if found is not NULL and (<object>found).file.inode in self._owners:
             return False
-        self._engine._late.append(PyBytes_FromStringAndSize(<const char *>at, RELEASE_BYTES))
+        self._requests.late.append(PyBytes_FromStringAndSize(<const char *>at, RELEASE_BYTES))
         self._taken[RELEASE] += 1
         return True
 
@@ -885,7 +886,7 @@ cdef class CachedReplies:
                 if not self.release_now(request):
                     left.append(request)
             except Exception as bug:
-                self._engine._fail((<const In *>PyBytes_AS_STRING(request)).unique, bug, "release")
+                self._path.fail((<const In *>PyBytes_AS_STRING(request)).unique, bug, "release")
         return left
 
     cpdef bint release_now(self, bytes request) except -1:
@@ -897,7 +898,7 @@ cdef class CachedReplies:
         cdef PyObject *found
         cdef const In *head = <const In *>PyBytes_AS_STRING(request)
         cdef long handles
-        if PyBytes_GET_SIZE(request) != RELEASE_BYTES or self._engine._from:
+        if PyBytes_GET_SIZE(request) != RELEASE_BYTES or self._requests.forwarded:
             return False
         key = (<const uint64_t *>(<const uint8_t *>head + HEADER_BYTES))[0]
         found = PyDict_GetItem(self._files, key)

@@ -278,7 +278,7 @@ cdef int trim(dict known, count_max) except -1:
 # -- a pending file creation -----------------------------------------------------------------------------------------------
 
 cdef class PendingCreate(ReplyTaker):
-    """A pending CREATE: an entry of the engine's table, and the receiver of the reply on the connection."""
+    """A pending CREATE: an entry of the table of pending requests, and the receiver of the reply on the connection."""
     cdef Creates creates
     cdef object connection, state
     cdef bytes name, message
@@ -314,7 +314,7 @@ cdef class PendingCreate(ReplyTaker):
             message = bytes(reply.message)
             try:
                 if self.creates.take_made(self, <const uint8_t *>PyBytes_AS_STRING(message), PyBytes_GET_SIZE(message)):
-                    self.creates.engine._some_ended()
+                    self.creates.path.some_ended()
                     return
             except Exception as bug:
                 self.creates.broken(self, bug)
@@ -324,7 +324,7 @@ cdef class PendingCreate(ReplyTaker):
     cdef object otherwise(self):
         """Continue on the slow path, as if the request had been started there."""
         self.is_done = True
-        return self.creates.engine.create_otherwise(
+        return self.creates.path.create_otherwise(
             self.unique, self.parent, self.name, self.mode, self.flags, Caller(self.uid, self.gid, self.pid, self.umask),
             SentChange(self.message, self.sent_s, self.deadline_s, self.connection, self.number, self.state, self.slot,
                  self.slot_sequence, self.generation))
@@ -349,9 +349,9 @@ cdef class CreateConnection:
 cdef class Creates(PendingReply):
     """Compiled part of CreateFastPath; see creates.py.
 
-    `engine` has read the request into its buffer, and keeps pending ones in its table.
+    `path.requests` has the request in its buffer, and the table of pending ones.
     """
-    cdef readonly object engine
+    cdef readonly object path, requests
     cdef readonly uint64_t made     # files
     cdef object ops, cached_names, pages, bypass, changes, vfs, meta, view, dialer, cache, leases, handles, published, known_map, _clock, table
     cdef object partition_shards, writer
@@ -370,11 +370,13 @@ cdef class Creates(PendingReply):
     cdef uint64_t[2] keep_s
     cdef uint32_t[2] keep_ns
 
-    def __init__(self, engine, ops, vfs, Py_ssize_t in_work_max):
+    def __init__(self, path, ops, vfs, Py_ssize_t in_work_max):
         memory, meta, cache = ops.kept, vfs.meta, vfs.cache
-        self.engine, self.ops, self.vfs, self.meta, self.in_work_max = engine, ops, vfs, meta, in_work_max
+        requests = path.requests
+        self.path, self.requests = path, requests
+        self.ops, self.vfs, self.meta, self.in_work_max = ops, vfs, meta, in_work_max
         self.cached_names, self.pages, self.bypass, self.changes = ops.cached_names, ops.cached_pages, ops.bypass, ops.changes
-        self.fd, self.buffer, self.work = engine._fd, engine._buffer, engine._work
+        self.fd, self.buffer, self.work = requests.fd, requests.buffer, requests.work
         self.view, self.dialer, self.shards = meta._view, meta._dialer, meta._shards
         self.counters, self.held, self.early = meta.counters, meta.once.held, meta.once._early
         self.cache, self.opened, self.attrs, self.entries = cache, cache.open, cache._attrs, cache._entries
@@ -387,8 +389,8 @@ cdef class Creates(PendingReply):
         self.patience_s = meta._options.deadline_s
         self.writeback, self.names_count = ops.options.writeback, bool(ops.options.entry_timeout_s)
         self.turn = TURN
-        self.keep_s[0], self.keep_ns[0] = engine._keep_entry
-        self.keep_s[1], self.keep_ns[1] = engine._keep_attr
+        self.keep_s[0], self.keep_ns[0] = requests.keep_entry
+        self.keep_s[1], self.keep_ns[1] = requests.keep_attr
         self.ways, self.endpoints, self.waiting = {}, {}, []
         self.handles_place, self.shards_place = memory.handles.place, memory.shards_place
         PyObject_GetBuffer(memory._memory, &self.view_of_kept, PyBUF_SIMPLE | PyBUF_WRITABLE)
@@ -404,9 +406,9 @@ cdef class Creates(PendingReply):
     # -- from the kernel to the shard
 
     def begin(self, Py_ssize_t count):
-        """Start the CREATE of `count` bytes in the engine's buffer.
+        """Start the CREATE of `count` bytes in the buffer.
 
-        True: the request is in the engine's table. False: nothing has happened.
+        True: the request is in the table of pending requests. False: nothing has happened.
         """
         cdef const uint8_t *at = <const uint8_t *>PyByteArray_AS_STRING(self.buffer)
         cdef CreateFields create
@@ -436,8 +438,8 @@ cdef class Creates(PendingReply):
             flags &= ~APPEND
             if flags & ACCESS == WRITES_ONLY:
                 flags ^= WRITES_ONLY | READS_AND_WRITES
-        engine = self.engine
-        if engine._from or engine._stopped or engine._leaving or len(self.work) + 1 >= self.in_work_max:
+        requests = self.requests
+        if requests.forwarded or requests.stopped or requests.leaving or len(self.work) + 1 >= self.in_work_max:
             return False
         create.rights = 3 if flags & ACCESS else READ_RIGHT
         create.exclusive, create.truncate = (flags & EXCLUSIVE) != 0, (flags & TRUNCATE) != 0
@@ -497,7 +499,7 @@ cdef class Creates(PendingReply):
         one.parent, one.unique = create.parent, unique
         one.mode, one.flags, one.uid, one.gid, one.pid, one.umask = mode, flags, create.uid, create.gid, pid, umask
         one.slot, one.slot_sequence, one.generation = slot, create.sequence, state.generation
-        one.since_s, one.sent_s, one.deadline_s, one.is_done = engine._since_s, now_s, deadline_s, False
+        one.since_s, one.sent_s, one.deadline_s, one.is_done = requests.since_s, now_s, deadline_s, False
         self.counters["changes"] += 1
         # Before the request is sent: a successor of this process sends it again under this name.
         cdef uint8_t *record = self.slot_of(state.record, create.slot)
@@ -517,7 +519,7 @@ cdef class Creates(PendingReply):
         self.entries.pop((parent_key, name), None)
         self.renamed_now(parent_key, now_s)
         self.work[unique_key] = one, pid, opcode_key, one.since_s
-        engine._kept += 1
+        requests.deferred += 1
         return True
 
     cdef int use_map(self, pool_map) except -1:
@@ -581,7 +583,7 @@ cdef class Creates(PendingReply):
         cdef bint reads_only = flags & ACCESS == 0
         if not take_reply(message, count, &born):
             return False
-        cdef object engine = self.engine, state = one.state, inode = born.file.inode
+        cdef object requests = self.requests, state = one.state, inode = born.file.inode
         cdef object handles = self.handles, table = self.table
         if (inode in self.opened or state.generation != one.generation or born.parent.inode != one.parent
                 or born.file.inode >> counter_bits != one.parent >> counter_bits):
@@ -621,12 +623,12 @@ cdef class Creates(PendingReply):
         self.changes.count += 1
         if write(self.fd, answer, ANSWER_BYTES) < 0:
             code = errno
-            engine._not_taken(OSError(code, os.strerror(code)), [PyBytes_FromStringAndSize(<const char *>answer, ANSWER_BYTES)])
+            self.path.answer_refused(one.unique, code, ANSWER_BYTES)
         del self.work[one.unique]
         try:
-            engine.spent.add(opcode_key, max(0.0, stopwatch_s() - one.since_s))
-            if engine._interrupted:
-                engine._interrupted.pop(one.unique, None)
+            requests.spent.add(opcode_key, max(0.0, stopwatch_s() - one.since_s))
+            if requests.interrupted:
+                requests.interrupted.pop(one.unique, None)
             if self.held:
                 self.ops.answered(one.unique)
             self.keep_books(one, &born, handle, inode)
@@ -741,10 +743,10 @@ cdef class Creates(PendingReply):
 
     cdef int go_on(self) except -1:
         """Take new requests after some replies, before the other replies are handled."""
-        engine = self.engine
-        engine._some_ended()
-        if self.work and engine._reading and not engine._taking:
-            engine._take()
+        requests, path = self.requests, self.path
+        path.some_ended()
+        if self.work and requests.reading and not requests.taking:
+            path.take_requests()
         return 0
 
     cdef int broken(self, PendingCreate one, error) except -1:
@@ -754,12 +756,12 @@ cdef class Creates(PendingReply):
         entry = self.work.get(one.unique)
         if entry is not None and entry[0] is one:
             try:
-                self.engine._step_ended(one.unique, "create", self.engine._created, None, error)
+                self.path.create_failed(one.unique, error)
             finally:
                 self.meta.give_back_answered(one.unique, one.state, one.slot, one.slot_sequence, one.generation)
         else:
-            self.engine._loop.call_exception_handler({"message": "what was made is not in our books", "exception": error})
-            self.engine._some_ended()
+            self.requests.loop.call_exception_handler({"message": "what was made is not in our books", "exception": error})
+            self.path.some_ended()
         return 0
 
     def close(self):

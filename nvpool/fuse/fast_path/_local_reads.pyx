@@ -74,12 +74,12 @@ cdef class PendingLocalRead:
 
     def cancel(self):
         """Cancel: the caller dies, or the mount is gone; reply now. False: the read was answered already."""
-        entry = self.reads.engine._work.get(self.unique)
+        entry = self.reads.requests.work.get(self.unique)
         if entry is None or entry[0] is not self:
             return False
         self.is_done = True  # may be set already: then the slow path was about to start
         self.reads.short_circuit.waiting.pop(self, None)
-        self.reads.engine.read_ended(self.unique, asyncio.CancelledError())
+        self.reads.path.read_ended(self.unique, asyncio.CancelledError())
         return True
 
     def __call__(self, found):
@@ -87,15 +87,15 @@ cdef class PendingLocalRead:
         if not self.is_done:
             self.is_done = True
             self.reads.short_circuit.note(self.located, LATE)
-            self.reads.engine.read_otherwise(self.unique, self.handle, self.offset, self.size)
+            self.reads.path.read_otherwise(self.unique, self.handle, self.offset, self.size)
 
 
 cdef class LocalReads:
     """Compiled part of LocalReadPath; see local_reads.py.
 
-    `engine` has read the request into its buffer, and keeps pending ones in its table.
+    `path.requests` has the request in its buffer, and the table of pending ones.
     """
-    cdef readonly object engine, short_circuit
+    cdef readonly object path, requests, short_circuit
     cdef readonly uint64_t read_bytes
     cdef object _pages, _paged, _clock
     cdef dict _files, scratches
@@ -107,9 +107,10 @@ cdef class LocalReads:
     cdef list small_spares, large_spares
     cdef uint32_t[1 << SEEN_BITS] seen
 
-    def __init__(self, engine, ops, short_circuit):
-        self.engine, self.short_circuit = engine, short_circuit
-        self._fd, self._buffer = engine._fd, engine._buffer
+    def __init__(self, path, ops, short_circuit):
+        requests = path.requests
+        self.path, self.requests, self.short_circuit = path, requests, short_circuit
+        self._fd, self._buffer = requests.fd, requests.buffer
         self._pages, self._files, self._paged = ops.cached_pages, ops.files.by_handle, ops.cached_pages.paged
         self._clock = short_circuit.clock
         self._is_system = type(short_circuit.clock) is SystemClock
@@ -131,13 +132,13 @@ cdef class LocalReads:
         return boottime_s() if self._is_system else self._clock.boottime_s()
 
     def take(self, Py_ssize_t count):
-        """Answer or start the READ of `count` bytes in the engine's buffer.
+        """Answer or start the READ of `count` bytes in the buffer.
 
-        True: it is answered, or in the engine's table. False: nothing has happened.
+        True: it is answered, or in the table of pending requests. False: nothing has happened.
         """
         cdef Wanted wanted
         cdef object opened, file, ahead, located, source
-        if (not is_read(self._buffer, count, &wanted) or self.inside >= RING_ENTRIES or self.engine._from
+        if (not is_read(self._buffer, count, &wanted) or self.inside >= RING_ENTRIES or self.requests.forwarded
                 or not self.short_circuit.on):
             return False
         opened = read_at_random(self._files, self._pages, self._paged, &wanted)
@@ -196,7 +197,7 @@ cdef class LocalReads:
             self._is_cold = True
         # Read from the drive.
         one.direct = direct
-        one.since_s = self.engine._since_s
+        one.since_s = self.requests.since_s
         self.ring.put(source.direct_fd if direct else drive, one.memory, span, place << 12, <uint64_t><void *>one)
         Py_INCREF(one)
         self.inside += 1
@@ -207,8 +208,8 @@ cdef class LocalReads:
         self.followed(opened, ahead, file, end)
         self.short_circuit.counters["cold"] += 1
         self.short_circuit.waiting[one] = self.now_s(), one
-        self.engine._work[unique] = one, wanted.pid, opcode_key, one.since_s
-        self.engine._kept += 1
+        self.requests.work[unique] = one, wanted.pid, opcode_key, one.since_s
+        self.requests.deferred += 1
         return True
 
     cdef bint was_read(self, uint64_t key):
@@ -300,7 +301,7 @@ cdef class LocalReads:
         if answer(self._fd, one.unique, bytes, one.size) < 0:
             error = errno
             if error not in (ENOENT, ENODEV, ECONNABORTED):
-                self.engine.answer_refused(one.unique, error, 16 + one.size)
+                self.path.answer_refused(one.unique, error, 16 + one.size)
         return 0
 
     def submit(self):
@@ -317,7 +318,7 @@ cdef class LocalReads:
             pass
         if self.prepared and not self.is_sent_again:
             self.is_sent_again = True
-            self.engine._loop.call_later(AGAIN_S, self._submit_again)
+            self.requests.loop.call_later(AGAIN_S, self._submit_again)
 
     def _submit_again(self):
         self.is_sent_again = False
@@ -342,16 +343,16 @@ cdef class LocalReads:
             try:
                 self.ended(one, result)
             except Exception as error:  # a bug: report it to the caller, and answer the others
-                entry = self.engine._work.get(one.unique)
+                entry = self.requests.work.get(one.unique)
                 if entry is not None and entry[0] is one:
-                    self.engine.read_ended(one.unique, error)
+                    self.path.read_ended(one.unique, error)
         return count
 
     cdef int ended(self, PendingLocalRead one, int result) except -1:
         cdef int wrong = -1
-        cdef object engine = self.engine
+        cdef object requests = self.requests
         if one.is_done:
-            return 0  # not reused: the engine's table may still contain it
+            return 0  # not reused: the table of pending requests may still contain it
         one.is_done = True
         self.short_circuit.waiting.pop(one, None)
         if result == <int>one.span:
@@ -361,14 +362,14 @@ cdef class LocalReads:
         elif one.direct:
             one.source.takes_direct = False  # perhaps the drive only requires larger blocks
         if wrong:
-            engine.read_otherwise(one.unique, one.handle, one.offset, one.size)
+            self.path.read_otherwise(one.unique, one.handle, one.offset, one.size)
             return 0  # not reused either: the table contains it until the slow path starts
         self.hit(one)
         self.send_reply(one)
-        del engine._work[one.unique]
-        if engine._interrupted:
-            engine._interrupted.pop(one.unique, None)
-        engine.spent.add(opcode_of_reads, max(0.0, stopwatch_s() - one.since_s))
+        del requests.work[one.unique]
+        if requests.interrupted:
+            requests.interrupted.pop(one.unique, None)
+        requests.spent.add(opcode_of_reads, max(0.0, stopwatch_s() - one.since_s))
         self.give_back(one)
         return 0
 

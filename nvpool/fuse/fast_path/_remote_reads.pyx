@@ -71,7 +71,7 @@ def is_of_use():
 cdef class PendingRead(ReplyTaker):
     """A read requested from a store.
 
-    It is an entry of the engine's table, and the receiver of the connection's reply.
+    It is an entry of the table of pending requests, and the receiver of the connection's reply.
     """
     cdef RemoteReads reads
     cdef object file, lane, index
@@ -82,11 +82,11 @@ cdef class PendingRead(ReplyTaker):
 
     def cancel(self):
         """Cancel: the caller dies, or the mount is gone; reply now. False: the read was answered already."""
-        entry = self.reads.engine._work.get(self.unique)
+        entry = self.reads.requests.work.get(self.unique)
         if entry is None or entry[0] is not self:
             return False
         self.is_done = True
-        self.reads.engine.read_ended(self.unique, asyncio.CancelledError())
+        self.reads.path.read_ended(self.unique, asyncio.CancelledError())
         return True
 
     cdef PendingReply take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
@@ -103,18 +103,18 @@ cdef class PendingRead(ReplyTaker):
         except Exception as error:  # a bug: report it to the caller, and answer the others
             entry = reads._work.get(self.unique)
             if entry is not None and entry[0] is self:
-                reads.engine.read_ended(self.unique, error)
+                reads.path.read_ended(self.unique, error)
         return reads
 
     def __call__(self, reply, error):
         """Handle a reply that `take` did not answer, or an error: the slow path continues from here."""
         if error is None and not self.is_done and self.reads.whole(self, reply.message, reply.payload):
             return
-        if self.is_done:  # not reused: the engine's table may still contain it
+        if self.is_done:  # not reused: the table of pending requests may still contain it
             self.lane.in_flight -= 1
             return
         self.is_done = True
-        self.reads.engine.read_answered(self.unique, self.lane, self.file, self.index, self.within, self.span, self.skip,
+        self.reads.path.read_answered(self.unique, self.lane, self.file, self.index, self.within, self.span, self.skip,
                                         self.size, self.deadline_s, reply, error)
 
 
@@ -137,9 +137,9 @@ cdef class ReadConnection:
 cdef class RemoteReads(PendingReply):
     """Compiled part of RemoteReadPath; see remote_reads.py.
 
-    `engine` has read the request into its buffer, and keeps pending ones in its table.
+    `path.requests` has the request in its buffer, and the table of pending ones.
     """
-    cdef readonly object engine
+    cdef readonly object path, requests
     cdef readonly uint64_t read_bytes
     cdef object _pages, _paged, chunks, short_circuit, dialer, replicas, _counters, _clock
     cdef dict _files, _work, ways, scratches
@@ -152,9 +152,10 @@ cdef class RemoteReads(PendingReply):
     cdef uint64_t large         # replies that were received outside the connection's buffer
     cdef list spares, waiting
 
-    def __init__(self, engine, ops, chunks, Py_ssize_t in_work_max):
-        self.engine, self.chunks, self.in_work_max = engine, chunks, in_work_max
-        self._fd, self._buffer, self._work = engine._fd, engine._buffer, engine._work
+    def __init__(self, path, ops, chunks, Py_ssize_t in_work_max):
+        requests = path.requests
+        self.path, self.requests, self.chunks, self.in_work_max = path, requests, chunks, in_work_max
+        self._fd, self._buffer, self._work = requests.fd, requests.buffer, requests.work
         self._pages, self._files, self._paged = ops.cached_pages, ops.files.by_handle, ops.cached_pages.paged
         self.short_circuit, self.dialer, self.replicas = chunks.short, chunks._dialer, chunks.replicas
         self._counters, self._clock = chunks.counters, chunks._clock
@@ -167,20 +168,20 @@ cdef class RemoteReads(PendingReply):
         return boottime_s() if self.is_system else self._clock.boottime_s()
 
     def take(self, Py_ssize_t count):
-        """Start a read as `begin` does, for a request that the engine has read."""
+        """Start a read as `begin` does, for a request in the buffer."""
         if not self.begin(count):
             return False
-        self.engine._kept += 1
+        self.requests.deferred += 1
         return True
 
     cdef bint begin(self, Py_ssize_t count) except -1:
-        """Start the READ of `count` bytes in the engine's buffer.
+        """Start the READ of `count` bytes in the buffer.
 
-        True: it is in the engine's table. False: nothing has happened.
+        True: it is in the table of pending requests. False: nothing has happened.
         """
         cdef Wanted wanted
         cdef PyObject *found
-        if (not is_read(self._buffer, count, &wanted) or self.engine._from or self.replicas.several
+        if (not is_read(self._buffer, count, &wanted) or self.requests.forwarded or self.replicas.several
                 or len(self._work) >= self.in_work_max):
             return False
         opened = read_at_random(self._files, self._pages, self._paged, &wanted)
@@ -239,7 +240,7 @@ cdef class RemoteReads(PendingReply):
         one.skip = offset & (PAGE - 1)
         one.within = <uint32_t>((offset & <uint64_t>file.chunk_mask) - one.skip)
         one.span = (one.skip + size + PAGE - 1) & ~<uint32_t>(PAGE - 1)
-        one.since_s, one.deadline_s = self.engine._since_s, deadline_s
+        one.since_s, one.deadline_s = self.requests.since_s, deadline_s
         if one.span > BLOCKS_MAX << 12:
             connection._reader.widen()
             self.turn = LARGE_TURN
@@ -311,23 +312,23 @@ cdef class RemoteReads(PendingReply):
         if is_good:
             self.large += 1
             if self.large & 1:
-                self.engine._some_ended()
+                self.path.some_ended()
             else:
                 self.go_on()
         return is_good
 
     cdef int go_on(self) except -1:
         """Take new requests after some replies, before the other replies are handled."""
-        engine = self.engine
-        engine._some_ended()
-        if self._work and engine._reading and not engine._taking:
-            engine._take()
+        requests, path = self.requests, self.path
+        path.some_ended()
+        if self._work and requests.reading and not requests.taking:
+            path.take_requests()
         return 0
 
     cdef int send_reply(self, PendingRead one, const uint8_t *blocks) except -1:
         """Reply to the kernel."""
         cdef int error
-        engine, file = self.engine, one.file
+        requests, file = self.requests, one.file
         if file.encrypted:
             blocks = decrypting(self.scratches, file.key).decrypted(blocks, one.span >> 12, file.inode, one.index,
                                                                     one.within >> 12)
@@ -335,11 +336,11 @@ cdef class RemoteReads(PendingReply):
         if answer(self._fd, one.unique, blocks + one.skip, one.size) < 0:
             error = errno
             if error not in (ENOENT, ENODEV, ECONNABORTED):
-                engine.answer_refused(one.unique, error, 16 + one.size)
+                self.path.answer_refused(one.unique, error, 16 + one.size)
         del self._work[one.unique]
-        if engine._interrupted:
-            engine._interrupted.pop(one.unique, None)
-        engine.spent.add(opcode_of_reads, max(0.0, stopwatch_s() - one.since_s))
+        if requests.interrupted:
+            requests.interrupted.pop(one.unique, None)
+        requests.spent.add(opcode_of_reads, max(0.0, stopwatch_s() - one.since_s))
         one.file = one.lane = None
         if len(self.spares) < SPARES_MAX:
             self.spares.append(one)

@@ -115,7 +115,7 @@ cdef inline const uint8_t *take_length(const uint8_t *at, const uint8_t *end, ui
 cdef class PendingSmallRead:
     """A read of a small file.
 
-    It is an entry of the engine's table, and in its file's `fetching` it stands for a reader.WholeFileFetch. `parts`
+    It is an entry of the table of pending requests, and in its file's `fetching` it stands for a reader.WholeFileFetch. `parts`
     are other reads that wait for the same bytes.
     """
     cdef SmallFileReads reads
@@ -129,11 +129,11 @@ cdef class PendingSmallRead:
 
     def cancel(self):
         """Cancel: the caller dies, or the mount is gone; reply now. False: the read was answered already."""
-        entry = self.reads.engine._work.get(self.unique)
+        entry = self.reads.requests.work.get(self.unique)
         if entry is None or entry[0] is not self:
             return False
         self.is_done = True  # may be set already: then the slow path was about to start
-        self.reads.engine.read_ended(self.unique, asyncio.CancelledError())
+        self.reads.path.read_ended(self.unique, asyncio.CancelledError())
         return True
 
 
@@ -168,9 +168,9 @@ cdef class SmallReadBatch(ReplyTaker):
             finally:
                 PyBuffer_Release(&said)
         if is_good:
-            self.reads.engine._some_ended()
+            self.reads.path.some_ended()
         else:
-            self.reads.engine.small_reads_answered(self.lane, self.asked, reply, error)
+            self.reads.path.small_reads_answered(self.lane, self.asked, reply, error)
 
     cdef bint judge(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload,
                     Py_ssize_t payload_bytes) noexcept:
@@ -205,9 +205,9 @@ cdef class SmallReadBatch(ReplyTaker):
 cdef class SmallFileReads(PendingReply):
     """Compiled part of SmallFileReadPath; see small_files.py.
 
-    `engine` has read the request into its buffer, and keeps pending ones in its table.
+    `path.requests` has the request in its buffer, and the table of pending ones.
     """
-    cdef readonly object engine
+    cdef readonly object path, requests
     cdef readonly uint64_t read_bytes, taken    # number of reads
     cdef object _pages, _reader, _chunks, _contents, _short_circuit, _dialer, _replicas, _view, _known_map, _clock, _spent
     cdef dict _files, _work, _paged, _leases_by_inode, _lanes, _pending, _counters, _contents_counters, scratches
@@ -219,10 +219,10 @@ cdef class SmallFileReads(PendingReply):
     cdef uint16_t _flags
     cdef Py_ssize_t _in_work_max
 
-    def __init__(self, engine, ops, vfs, Py_ssize_t in_work_max):
-        chunks = vfs.chunks
-        self.engine, self._pages, self._in_work_max = engine, ops.cached_pages, in_work_max
-        self._fd, self._buffer, self._work, self._spent = engine._fd, engine._buffer, engine._work, engine.spent
+    def __init__(self, path, ops, vfs, Py_ssize_t in_work_max):
+        chunks, requests = vfs.chunks, path.requests
+        self.path, self.requests, self._pages, self._in_work_max = path, requests, ops.cached_pages, in_work_max
+        self._fd, self._buffer, self._work, self._spent = requests.fd, requests.buffer, requests.work, requests.spent
         self._files, self._paged, self._leases_by_inode = ops.files.by_handle, ops.cached_pages.paged, vfs.leases._leases
         self._reader, self._chunks, self._contents, self._short_circuit = vfs.reader, chunks, vfs.reader._contents, chunks.short
         self._kept, self._contents_counters = self._contents._kept, self._contents.counters
@@ -238,9 +238,9 @@ cdef class SmallFileReads(PendingReply):
     # -- from the kernel to a store ------------------------------------------------------------------------------------------
 
     def take(self, Py_ssize_t count):
-        """Start the READ of `count` bytes in the engine's buffer.
+        """Start the READ of `count` bytes in the buffer.
 
-        True: it is in the engine's table. False: nothing has happened.
+        True: it is in the table of pending requests. False: nothing has happened.
         """
         cdef Wanted wanted
         cdef PyObject *found
@@ -261,11 +261,11 @@ cdef class SmallFileReads(PendingReply):
         file_bytes = attr.size
         if file_bytes > small_bytes or wanted.offset >= file_bytes:
             return False
-        engine = self.engine
+        requests = self.requests
         if (not get(opened, handle_readable) or get(opened, handle_closed) or get(file, file_lost)
                 or get(file, file_encrypted) and get(file, file_key) is None
                 or get(file, file_written) is not None or get(file, file_fetching) is not None or get(file, file_located)
-                or engine._from or self._replicas.several or len(self._work) >= self._in_work_max
+                or requests.forwarded or self._replicas.several or len(self._work) >= self._in_work_max
                 or PyBytes_GET_SIZE(<bytes?>get(file, file_grant)) != GRANT_BYTES):
             return False
         inode = get(file, file_inode)
@@ -297,7 +297,7 @@ cdef class SmallFileReads(PendingReply):
         one.unique, one.handle, one.offset, one.size, one.finish = wanted.unique, wanted.handle, wanted.offset, wanted.size, end
         one.file_bytes = file_bytes
         one.span = <uint32_t>(file_bytes + PAGE - 1) & ~<uint32_t>(PAGE - 1)
-        one.asked_s, one.deadline_s, one.since_s, one.is_done = now_s, now_s + self._patience_s, engine._since_s, False
+        one.asked_s, one.deadline_s, one.since_s, one.is_done = now_s, now_s + self._patience_s, requests.since_s, False
         if inode not in self._paged and self._pages.guards_pages:
             lease = self.lease(inode, now_s) if self._pages.looking is not None else None
             if lease is not None:  # as CachedPages.paging
@@ -308,7 +308,7 @@ cdef class SmallFileReads(PendingReply):
         assign(file, file_fetching, one)
         unique_key = wanted.unique
         self._work[unique_key] = one, wanted.pid, opcode_key, one.since_s
-        engine._kept += 1
+        requests.deferred += 1
         found = PyDict_GetItem(self._pending, lane)
         if found is NULL:
             self._pending[lane] = [one]
@@ -426,7 +426,7 @@ cdef class SmallFileReads(PendingReply):
                 if PyBytes_GET_SIZE(grant) != GRANT_BYTES:
                     is_plain = False
         if not is_plain:
-            self.engine.small_reads_go_on(lane, asked)
+            self.path.small_reads_go_on(lane, asked)
             return 0
         put = put_fixed(head, 0x09, epoch)
         put = put_number(put, 0x10, <uint64_t>lane.target)
@@ -495,7 +495,7 @@ cdef class SmallFileReads(PendingReply):
             try:
                 self.keep(one, at)
             except Exception as error:
-                self.engine._loop.call_exception_handler({"message": "a small file is not in our books", "exception": error})
+                self.requests.loop.call_exception_handler({"message": "a small file is not in our books", "exception": error})
             at += one.span
         self._contents_counters["small_reads"] += len(asked)
         return 0
@@ -521,20 +521,20 @@ cdef class SmallFileReads(PendingReply):
     cdef int send_reply(self, PendingSmallRead one, const char *content, double now_s) except -1:
         cdef int error
         cdef size_t length = one.finish - one.offset
-        engine = self.engine
+        requests, path = self.requests, self.path
         one.is_done = True
         if get(one.file, file_unreported) and not self.keeps_bytes(get(one.file, file_inode), now_s):
             # The shard may not know of the open that this read belongs to; FileData.read handles that.
-            engine.read_otherwise(one.unique, one.handle, one.offset, one.size)
+            path.read_otherwise(one.unique, one.handle, one.offset, one.size)
             return 0
         self.read_bytes += length
         if answer(self._fd, one.unique, content + one.offset, length) < 0:
             error = errno
             if error not in (ENOENT, ENODEV, ECONNABORTED):
-                engine.answer_refused(one.unique, error, 16 + length)
+                path.answer_refused(one.unique, error, 16 + length)
         del self._work[one.unique]
-        if engine._interrupted:
-            engine._interrupted.pop(one.unique, None)
+        if requests.interrupted:
+            requests.interrupted.pop(one.unique, None)
         self.count(stopwatch() - one.since_s)
         return 0
 
@@ -568,7 +568,7 @@ cdef class SmallFileReads(PendingReply):
         one.is_done = True
         entry = self._work.get(one.unique)
         if entry is not None and entry[0] is one:
-            self.engine.read_ended(one.unique, error)
+            self.path.read_ended(one.unique, error)
         return 0
 
     cdef int count(self, double took_s) except -1:
@@ -582,7 +582,7 @@ cdef class SmallFileReads(PendingReply):
         return 0
 
     cdef int go_on(self) except -1:
-        self.engine._some_ended()
+        self.path.some_ended()
         return 0
 
     def close(self):

@@ -12,13 +12,11 @@ from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 from posix.unistd cimport write
 
-import os
 from functools import partial
 
 from nvpool.core.clock import stopwatch_s
 from nvpool.fuse.ops.kernel_cache.page_cache_bypass import ASIDE
 from nvpool.fuse.ops.setid import SET_IDS
-from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import WRITE_KILL_SUIDGID, Op
 
 cdef enum:
@@ -49,7 +47,7 @@ cdef object flush_key = int(Op.FLUSH), flush_number = Op.FLUSH
 
 
 cdef class PendingFlush:
-    """A pending FLUSH: an entry of the engine's table, called when it has ended."""
+    """A pending FLUSH: an entry of the table of pending requests, called when it has ended."""
     cdef SmallWrites writes
     cdef object begun, unique, inode
     cdef double since_s
@@ -58,40 +56,41 @@ cdef class PendingFlush:
         return self.begun.cancel()
 
     def __call__(self, _, error):
-        """Do the work of `inline_completions.SubmittedFlush.ended`, and the engine's at the end of a step."""
+        """Do the work of `inline_completions.SubmittedFlush.ended`, and of `PendingRequests.ended`."""
         cdef SmallWrites writes = self.writes
-        engine = writes.engine
+        requests = writes.requests
         writes.changes.count += 1
         if error is not None:
             writes.file_writes.failed(self.inode)
-            engine._step_ended(self.unique, "flush", engine._done, None, error)
+            writes.path.flush_failed(self.unique, error)
             return
-        del (<dict>engine._work)[self.unique]
+        del (<dict>requests.work)[self.unique]
         writes.answer(self.unique, DONE_BYTES, 0)
-        engine.spent.add(flush_number, stopwatch_s() - self.since_s)
-        if engine._interrupted:
-            engine._interrupted.pop(self.unique, None)
-        if engine._from:
-            engine._from.pop(self.unique, None)
-        if engine._held:
+        requests.spent.add(flush_number, stopwatch_s() - self.since_s)
+        if requests.interrupted:
+            requests.interrupted.pop(self.unique, None)
+        if requests.forwarded:
+            requests.forwarded.pop(self.unique, None)
+        if requests.held:
             writes.ops.answered(self.unique)
-        engine._some_ended()
+        writes.path.some_ended()
 
 
 cdef class SmallWrites:
-    """Fast path of one engine. `plain`: that of the engine's client, see client/write/fast_writes."""
-    cdef object engine, ops, changes, pages, file_writes, plain, vfs, writer, owners
+    """Compiled part of WriteFastPath. `plain`: the fast path of the client, see client/write/fast_writes."""
+    cdef object path, requests, ops, changes, pages, file_writes, plain, vfs, writer, owners
     cdef dict files, paged
     cdef bytearray buffer
     cdef int fd
     cdef Py_ssize_t in_work_max
 
-    def __init__(self, engine, ops, vfs, Py_ssize_t in_work_max):
-        self.engine, self.ops, self.vfs, self.in_work_max = engine, ops, vfs, in_work_max
+    def __init__(self, path, ops, vfs, Py_ssize_t in_work_max):
+        requests = path.requests
+        self.path, self.requests, self.ops, self.vfs, self.in_work_max = path, requests, ops, vfs, in_work_max
         self.writer, self.plain, self.owners = vfs.writer, vfs.writer.plain, vfs.locks.owners
         self.changes, self.pages, self.file_writes = ops.changes, ops.cached_pages, ops.writes
         self.files, self.paged = ops.files.by_handle, ops.cached_pages.paged
-        self.buffer, self.fd = engine._buffer, engine._fd
+        self.buffer, self.fd = requests.buffer, requests.fd
 
     cdef int answer(self, uint64_t unique, Py_ssize_t length, uint32_t size) except -1:
         cdef Counted said
@@ -99,11 +98,11 @@ cdef class SmallWrites:
         said.length, said.error, said.unique, said.size, said.zero = <uint32_t>length, 0, unique, size, 0
         if write(self.fd, &said, length) < 0:
             error = errno
-            self.engine._not_taken(OSError(error, os.strerror(error)), [replies.HEADER.pack(length, 0, unique)])
+            self.path.answer_refused(unique, error, length)
         return 0
 
     def write(self, Py_ssize_t count):
-        """Take and answer the WRITE of `count` bytes in the engine's buffer. False: nothing has happened."""
+        """Take and answer the WRITE of `count` bytes in the buffer. False: nothing has happened."""
         cdef const uint8_t *at = <const uint8_t *>PyByteArray_AS_STRING(self.buffer)
         cdef Header head
         cdef uint64_t offset
@@ -114,9 +113,9 @@ cdef class SmallWrites:
         memcpy(&size, at + 56, 4)
         memcpy(&flags, at + 60, 4)
         memcpy(&open_flags, at + 72, 4)
-        engine = self.engine
+        requests = self.requests
         if (count < WRITE_BYTES or head.length != count or WRITE_BYTES + <Py_ssize_t>size != count or offset
-                or open_flags & aside or head.unique & resent or engine._from):
+                or open_flags & aside or head.unique & resent or requests.forwarded):
             return False
         found = PyDict_GetItem(self.files, head.handle)
         if found is NULL:
@@ -130,9 +129,9 @@ cdef class SmallWrites:
                 return False
         except Exception as error:
             self.file_writes.failed(file.inode)
-            engine._fail(head.unique, error, "write")
+            self.path.fail(head.unique, error, "write")
             return True
-        engine.written_bytes += size
+        requests.written_bytes += size
         if file.inode not in self.paged:
             self.pages.paging(file.inode)
         self.changes.count += 1
@@ -140,17 +139,17 @@ cdef class SmallWrites:
         return True
 
     def flush(self, Py_ssize_t count):
-        """Answer the FLUSH in the engine's buffer, or put it into the engine's table.
+        """Answer the FLUSH in the buffer, or put it into the table of pending requests.
 
         False: nothing has happened.
         """
         cdef Header head
         cdef PyObject *found
         cdef PendingFlush flushing
-        engine = self.engine
-        cdef dict work = engine._work
+        requests = self.requests
+        cdef dict work = requests.work
         memcpy(&head, PyByteArray_AS_STRING(self.buffer), sizeof(Header))
-        if (count != FLUSH_BYTES or head.length != count or head.unique & resent or engine._from
+        if (count != FLUSH_BYTES or head.length != count or head.unique & resent or requests.forwarded
                 or len(work) >= self.in_work_max):
             return False
         found = PyDict_GetItem(self.files, head.handle)
@@ -169,7 +168,7 @@ cdef class SmallWrites:
             self.answer(head.unique, DONE_BYTES, 0)
             return True
         flushing.begun = begun
-        flushing.since_s = engine._since_s
+        flushing.since_s = requests.since_s
         work[flushing.unique] = flushing, head.pid, flush_key, flushing.since_s
-        engine._kept += 1
+        requests.deferred += 1
         return True

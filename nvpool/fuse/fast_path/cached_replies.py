@@ -4,7 +4,7 @@ Creating or reading a file takes half a dozen requests. Most only repeat what is
 the directory after each change of it, a name that exists or not, file capabilities before each write, a close
 with nothing to flush. In Python such a reply (decode, call `ops`, call the client, encode) takes some 10 µs,
 of which 3 are the system calls. Here the loop that reads requests answers them, if the compiled module was
-built (`_known`). The reference implementation is the slow path of every request (fuse/dispatch to
+built (`_cached_replies`). The reference implementation is the slow path of every request (fuse/dispatch to
 client/state/metadata_cache), which gives the same replies.
 
 The fast path covers:
@@ -28,7 +28,7 @@ and this process waits for that anyway. A burst ends when no request arrives wit
 20 µs), immediately if a request is pending, and after BURST_MAX requests. A thread that creates files alone
 gets its reply immediately.
 
-CachedReplyPath is the part of fuse/kernel/connection that uses this, above fuse/fast_path/small_files.
+CachedReplyPath is the part of fuse/kernel/connection that uses this (see fuse/fast_path/paths).
 """
 
 from __future__ import annotations
@@ -37,55 +37,52 @@ from collections.abc import Callable
 from typing import Any
 
 from nvpool.core.compiled_loader import load_compiled
-from nvpool.fuse.fast_path.small_files import SmallFileReadPath
+from nvpool.fuse.ops.operations import FuseOps
+from nvpool.fuse.reply_sender import ReplySender
+from nvpool.fuse.request_state import RequestState
 
 _cached_replies = load_compiled("nvpool.fuse.fast_path._cached_replies")
 
 
-class CachedReplyPath(SmallFileReadPath):
-    """Adds `_known`, which answers the request in `_buffer` if it can.
+class CachedReplyPath:
+    """Has `compiled`, which answers the request in the buffer if it can.
 
-    `_known` is None without the compiled module, and if the layer below has no caches.
+    `compiled` is None without the compiled module, and if the layer below has no caches. `broken` reports a
+    bug to the caller of the request in the buffer.
     """
 
-    _known: Any = None
+    def __init__(
+        self,
+        requests: RequestState,
+        ops: FuseOps,
+        replies: ReplySender,
+        broken: Callable[[Exception], None],
+    ) -> None:
+        self.requests = requests
+        self._ops = ops
+        self.compiled: Any = None
+        # called by the compiled module
+        self.broken = broken
+        self.fail = replies.fail
+        self.answer_refused = replies.answer_refused
 
-    def _begin_plain_reads(self) -> None:
-        super()._begin_plain_reads()
+    def start(self, takers: tuple[Callable[[int], bool], ...]) -> None:
+        """`takers`: the compiled reads that may take a READ, in the order of the attempts."""
         below = self._ops.knows_by
         if _cached_replies is not None and below is not None:
-            self._known = _cached_replies.CachedReplies(
-                self, self._ops, below, self._ops.view.shows_subtree, self._takers()
+            self.compiled = _cached_replies.CachedReplies(
+                self, self._ops, below, self._ops.view.shows_subtree, takers
             )
 
-    def _takers(self) -> tuple[Callable[[int], bool], ...]:
-        """The compiled reads that may take a READ, in the order of the attempts."""
-        return tuple(reads.take for reads in (self._small, self._plain, self._far) if reads is not None)
+    def answer_deferred(self) -> None:
+        """Reply to deferred closes, at the end of a burst."""
+        if self.compiled is not None:
+            self.compiled.answer_put_off()
 
-    def _on_read(self, count: int) -> None:
-        if self._known is None:
-            super()._on_read(count)
-        else:  # the compiled reads have declined it already
-            self._read_uncompiled(count)
+    def release_all(self, late: list[bytes]) -> list[bytes]:
+        """Release files in one compiled step if possible; returns the requests that were not handled."""
+        return late if self.compiled is None else self.compiled.release_all(late)
 
-    def _following(self, most: int) -> tuple[int, int]:
-        known = self._known
-        return super()._following(most) if known is None else (known.next_request(most), known.taken)
-
-    def _submit_plain_reads(self) -> None:
-        """At the end of a burst: reply to deferred closes, after the creates of this burst have been sent."""
-        try:
-            super()._submit_plain_reads()
-        finally:
-            self._answer_put_off()
-
-    def _answer_put_off(self) -> None:
-        if self._known is not None:
-            self._known.answer_put_off()
-
-    def _not_released(self, late: list[bytes]) -> list[bytes]:
-        return late if self._known is None else self._known.release_all(late)
-
-    async def _end_plain_reads(self) -> None:
-        self._known = None
-        await super()._end_plain_reads()
+    def stop(self) -> None:
+        """Answer no more requests."""
+        self.compiled = None

@@ -13,70 +13,87 @@ and not open here. Any other outcome (an error, a file that existed, a file of a
 that ends, a deadline, a caller that dies) is passed to the slow path, as the outcome of a change that was
 started there. Only the slow path handles errors.
 
-CreateFastPath is the part of fuse/kernel/connection that uses this, on its loop, above
-fuse/fast_path/local_reads.
+CreateFastPath is the part of fuse/kernel/connection that uses this, on its loop (see fuse/fast_path/paths).
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from nvpool.client.rpc.change_fast_path import SentChange
 from nvpool.client.state.vfs_types import Caller
 from nvpool.client.vfs.filesystem import Vfs
 from nvpool.core.compiled_loader import load_compiled
-from nvpool.fuse.fast_path.local_reads import LocalReadPath
+from nvpool.fuse.dispatch import KernelRequests
 from nvpool.fuse.ops.inline_completions import Creating
+from nvpool.fuse.ops.operations import FuseOps
+from nvpool.fuse.pending_requests import IN_WORK_MAX, PendingRequests
+from nvpool.fuse.reply_sender import ReplySender
+from nvpool.fuse.request_state import RequestState
 
 _creates = load_compiled("nvpool.fuse.fast_path._creates")
 
 
-class CreateFastPath(LocalReadPath):
-    """Adds `_creates`, which takes a CREATE in `_buffer` if it can.
+class CreateFastPath:
+    """Handler of CREATE, with `compiled`, which takes one in the buffer if it can.
 
-    `_creates` is None without the compiled module, without a mount state, and if there are no shards below.
+    `compiled` is None without the compiled module, without a mount state, and if there are no shards below.
+    `slow` handles a CREATE that it declines; `take_requests` reads and answers the requests that wait.
     """
 
-    _creates: Any = None
-    _vfs: Vfs
+    def __init__(
+        self,
+        requests: RequestState,
+        ops: FuseOps,
+        replies: ReplySender,
+        pending: PendingRequests,
+        take_requests: Callable[[], None],
+        slow: KernelRequests,
+    ) -> None:
+        self.requests = requests
+        self._ops = ops
+        self._replies = replies
+        self._pending = pending
+        self._slow_create = slow.on_create
+        self.compiled: Any = None
+        self._vfs: Vfs
+        # called by the compiled module, with `create_otherwise` and `create_failed`
+        self.answer_refused = replies.answer_refused
+        self.some_ended: Callable[[], None] = pending.some_ended
+        self.take_requests = take_requests
 
-    def _begin_plain_reads(self) -> None:
-        super()._begin_plain_reads()
+    def start(self) -> None:
+        """Take requests from now on, if that is possible here."""
         ops = self._ops
         if _creates is None or not ops.view.is_plain or ops.kept is None:
             return
         vfs = ops.knows_by
         if isinstance(vfs, Vfs) and ops.clock is vfs.clock:
             self._vfs = vfs
-            self._creates = _creates.Creates(self, ops, vfs, self.in_work_max)
+            self.compiled = _creates.Creates(self, ops, vfs, IN_WORK_MAX)
 
-    def _on_create(self, count: int) -> None:
-        if self._creates is None or not self._creates.begin(count):
-            super()._on_create(count)
+    def on_create(self, count: int) -> None:
+        """Handle a CREATE."""
+        if self.compiled is None or not self.compiled.begin(count):
+            self._slow_create(count)
 
-    def _submit_plain_reads(self) -> None:
-        """Send the collected requests, at the end of a burst."""
-        if self._creates is not None:
-            self._creates.send()
-        super()._submit_plain_reads()
-
-    async def _end_plain_reads(self) -> None:
-        creates, self._creates = self._creates, None
-        if creates is not None:
-            creates.close()
-        await super()._end_plain_reads()
-
-    # -- called by _creates ----------------------------------------------------------------------------------------------
+    def stop(self) -> None:
+        """Send what is collected. Replies that arrive later go to the slow path."""
+        compiled, self.compiled = self.compiled, None
+        if compiled is not None:
+            compiled.close()
 
     def create_otherwise(
         self, unique: int, parent: int, name: bytes, mode: int, flags: int, caller: Caller, sent: SentChange
     ) -> Creating:
-        """Continue, on the slow path, a file creation that was started there."""
-        ops = self._ops
-        creating = Creating(ops.files, parent, name, flags, caller, unique)
+        """Continue, on the slow path, a file creation that was started by the compiled module."""
+        creating = Creating(self._ops.files, parent, name, flags, caller, unique)
         creating.begun = self._vfs.go_on_creating(sent, parent, name, mode, flags, caller, unique, creating)
-        creating.on_end = partial(self._step_ended, unique, "create", self._created)
-        self._work[unique] = creating, *self._work[unique][1:]
+        self._pending.replace(unique, creating, "create", self._replies.created)
         creating.hold()
         return creating
+
+    def create_failed(self, unique: int, error: BaseException) -> None:
+        """Reply with an error to a CREATE that was started by the compiled module."""
+        self._pending.ended(unique, "create", self._replies.created, None, error)

@@ -13,20 +13,21 @@ Exception: a small read of a place that was read in the same way a short time be
 short-circuit reads do, after the bytes have come. In every other case (a late read, a change, a checksum, an
 error of the drive) the slow path reads again; only that reports errors.
 
-LocalReadPath is the part of fuse/kernel/connection that uses this, on its loop.
+LocalReadPath is the part of fuse/kernel/connection that uses this, on its loop (see fuse/fast_path/paths).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from nvpool.core.clock import stopwatch_s
 from nvpool.core.compiled_loader import load_compiled
-from nvpool.fuse.fast_path.remote_reads import RemoteReadPath
-from nvpool.fuse.ops.eager_coroutine import WAITS, EagerCoroutine
+from nvpool.fuse.fast_path.read_fallback import ReadFallback
+from nvpool.fuse.ops.operations import FuseOps
+from nvpool.fuse.reply_sender import ReplySender
+from nvpool.fuse.request_state import RequestState
 
 _local_reads = load_compiled("nvpool.fuse.fast_path._local_reads")
 
@@ -46,24 +47,35 @@ DRIVE_WAIT_S = 3.0
 """How long a mount that ends waits for reads that its drive does not complete."""
 
 
-class LocalReadPath(RemoteReadPath):
-    """Adds `_plain`, which takes a READ in `_buffer` if it can.
+class LocalReadPath:
+    """Has `compiled`, which takes a READ in the buffer if it can.
 
-    `_plain` is None without the compiled module, without io_uring, on a processor without the instruction for
-    checksums, and in a mount without short-circuit reads.
+    `compiled` is None without the compiled module, without io_uring, on a processor without the instruction
+    for checksums, and in a mount without short-circuit reads. `take_requests` reads and answers the requests
+    that wait.
     """
 
-    _plain: Any = None
-    _loop: asyncio.AbstractEventLoop
-    _reading: bool
-    _taking: bool
-    _took: int
-    _leaving: bool
-    _some_ended: Callable[[], None]
-    _take: Callable[[], None]
+    def __init__(
+        self,
+        requests: RequestState,
+        ops: FuseOps,
+        replies: ReplySender,
+        fallback: ReadFallback,
+        some_ended: Callable[[], None],
+        take_requests: Callable[[], None],
+    ) -> None:
+        self.requests = requests
+        self._ops = ops
+        self.compiled: Any = None
+        # called by the compiled module
+        self.read_ended = fallback.read_ended
+        self.read_otherwise = fallback.read_otherwise
+        self.answer_refused = replies.answer_refused
+        self.some_ended = some_ended
+        self.take_requests = take_requests
 
-    def _begin_plain_reads(self) -> None:
-        super()._begin_plain_reads()
+    def start(self) -> None:
+        """Take requests from now on, if that is possible here."""
         short_circuit = self._ops.short_circuit
         if (
             _local_reads is None
@@ -73,24 +85,15 @@ class LocalReadPath(RemoteReadPath):
         ):
             return
         try:
-            self._plain = _local_reads.LocalReads(self, self._ops, short_circuit)
+            self.compiled = _local_reads.LocalReads(self, self._ops, short_circuit)
         except OSError:  # no io_uring here
             return
-        self._loop.add_reader(self._plain.fileno, self._reap)
-
-    def _on_read(self, count: int) -> None:
-        if self._plain is None or not self._plain.take(count):
-            super()._on_read(count)
-
-    def _submit_plain_reads(self) -> None:
-        """Submit the collected reads, at the end of a burst."""
-        if self._plain is not None:
-            self._plain.submit()
-        super()._submit_plain_reads()
+        self.requests.loop.add_reader(self.compiled.fileno, self._reap)
 
     @property
-    def _plain_bytes(self) -> int:
-        return super()._plain_bytes + (self._plain.read_bytes if self._plain is not None else 0)
+    def read_bytes(self) -> int:
+        """Bytes read since `start`; 0 after `stop`, which counts them in the state."""
+        return self.compiled.read_bytes if self.compiled is not None else 0
 
     def _reap(self) -> None:
         """Answer reads that the drive has completed, and take new requests in between.
@@ -98,51 +101,29 @@ class LocalReadPath(RemoteReadPath):
         With several readers those are many. A few at a time: so the drive has the next requests of the first
         readers while the last are answered.
         """
+        requests = self.requests
         done = 0
-        while done < BURST_MAX and (count := self._plain.reap(REAP_MAX, REAP_BYTES)):
+        while done < BURST_MAX and (count := self.compiled.reap(REAP_MAX, REAP_BYTES)):
             done += count
-            self._some_ended()
-            if self._work and self._reading and not self._taking:
-                self._take()
-                done += self._took
+            self.some_ended()
+            if requests.work and requests.reading and not requests.taking:
+                self.take_requests()
+                done += requests.took
 
-    async def _end_plain_reads(self) -> None:
-        await super()._end_plain_reads()
-        plain = self._plain
-        if plain is None:
+    async def stop(self) -> None:
+        """Take no more requests, and wait for the drive's reads, at most DRIVE_WAIT_S."""
+        compiled = self.compiled
+        if compiled is None:
             return
-        self._loop.remove_reader(plain.fileno)
+        self.requests.loop.remove_reader(compiled.fileno)
         until_s = stopwatch_s() + DRIVE_WAIT_S
-        while plain.waiting and not self._leaving:
-            plain.submit()
-            while plain.reap(BURST_MAX, REAP_BYTES):  # until then the kernel writes into their memory
+        while compiled.waiting and not self.requests.leaving:
+            compiled.submit()
+            while compiled.reap(BURST_MAX, REAP_BYTES):  # until then the kernel writes into their memory
                 pass
             if stopwatch_s() >= until_s:  # after the reap: the loop may have stood still, not the drive
                 break
             await asyncio.sleep(0.001)
-        self.read_bytes += plain.read_bytes
-        self._plain = None
-        plain.close()
-
-    # -- called by _local_reads ----------------------------------------------------------------------------------------
-
-    def read_otherwise(self, unique: int, handle: int, offset: int, size: int) -> None:
-        """Pass a read that was started there to the slow path.
-
-        Soon, not immediately: a task may be running, in which a step cannot start.
-        """
-        self._loop.call_soon(self._read_otherwise, unique, handle, offset, size)
-
-    def _read_otherwise(self, unique: int, handle: int, offset: int, size: int) -> None:
-        if unique not in self._work:  # the read was cancelled
-            return
-        step = EagerCoroutine(self._loop)
-        step.on_end = partial(self._step_ended, unique, "read", self._data)
-        self._work[unique] = step, *self._work[unique][1:]
-        try:
-            found = step.begin(self._ops.read(handle, offset, size))
-        except Exception as error:
-            step.on_end(None, error)
-        else:
-            if found is not WAITS:
-                step.on_end(found, None)
+        self.requests.read_bytes += compiled.read_bytes
+        self.compiled = None
+        compiled.close()

@@ -14,83 +14,69 @@ the blocks and their checksums, in the connection's buffer, which is wide while 
 requested, or outside that buffer. Any other outcome (an error, a hole, a block that does not fit, a
 connection that ends) is passed to the slow path as the reply, with the read's original deadline.
 
-RemoteReadPath is the part of fuse/kernel/connection that uses this, on its loop, below
-fuse/fast_path/local_reads.
+RemoteReadPath is the part of fuse/kernel/connection that uses this, on its loop (see fuse/fast_path/paths).
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from nvpool.client.data.read_queue import Read
 from nvpool.core.compiled_loader import load_compiled
 from nvpool.core.futures import BlocksFuture
-from nvpool.fuse.dispatch import KernelRequests
-from nvpool.fuse.protocol import replies
+from nvpool.fuse.fast_path.read_fallback import ReadFallback
+from nvpool.fuse.ops.operations import FuseOps
+from nvpool.fuse.pending_requests import IN_WORK_MAX
+from nvpool.fuse.reply_sender import ReplySender
+from nvpool.fuse.request_state import RequestState
 
 _remote_reads = load_compiled("nvpool.fuse.fast_path._remote_reads")
 
 
-class RemoteReadPath(KernelRequests):
-    """Adds `_far`, which takes a READ in `_buffer` if it can.
+class RemoteReadPath:
+    """Has `compiled`, which takes a READ in the buffer if it can.
 
-    `_far` is None without the compiled module, on a processor without the instruction for checksums, and if
-    the layer below queries no stores.
+    `compiled` is None without the compiled module, on a processor without the instruction for checksums, and
+    if the layer below queries no stores. `take_requests` reads and answers the requests that wait.
     """
 
-    _far: Any = None
-    _work: dict
-    _buffers: tuple
-    in_work_max: int
-    _step_ended: Callable[..., None]
+    def __init__(
+        self,
+        requests: RequestState,
+        ops: FuseOps,
+        replies: ReplySender,
+        fallback: ReadFallback,
+        some_ended: Callable[[], None],
+        take_requests: Callable[[], None],
+    ) -> None:
+        self.requests = requests
+        self._ops = ops
+        self._fallback = fallback
+        self.compiled: Any = None
+        # called by the compiled module, with `read_answered`
+        self.read_ended = fallback.read_ended
+        self.answer_refused = replies.answer_refused
+        self.some_ended = some_ended
+        self.take_requests = take_requests
 
-    def _begin_plain_reads(self) -> None:
+    def start(self) -> None:
+        """Take requests from now on, if that is possible here."""
         chunks = self._ops.chunks
         if _remote_reads is not None and _remote_reads.is_of_use() and chunks is not None:
-            self._far = _remote_reads.RemoteReads(self, self._ops, chunks, self.in_work_max)
-
-    def _following(self, most: int) -> tuple[int, int]:
-        """Read the next request into `_buffer`.
-
-        Returns its length, -1 if none waits; and how many requests before it were handled where they were
-        read, at most `most`. If the length is 0, there may be more. Raises OSError.
-        """
-        try:
-            return os.readv(self._fd, self._buffers), 0
-        except BlockingIOError:
-            return -1, 0
-
-    def _on_read(self, count: int) -> None:
-        if self._far is None or not self._far.take(count):
-            super()._on_read(count)
-
-    def _submit_plain_reads(self) -> None:
-        """Submit the collected reads, at the end of a burst."""
-        if self._far is not None:
-            self._far.send()
+            self.compiled = _remote_reads.RemoteReads(self, self._ops, chunks, IN_WORK_MAX)
 
     @property
-    def _plain_bytes(self) -> int:
-        return self._far.read_bytes if self._far is not None else 0
+    def read_bytes(self) -> int:
+        """Bytes read since `start`; 0 after `stop`, which counts them in the state."""
+        return self.compiled.read_bytes if self.compiled is not None else 0
 
-    async def _end_plain_reads(self) -> None:
-        far, self._far = self._far, None
-        if far is not None:
-            self.read_bytes += far.read_bytes
-            far.close()
-
-    # -- called by the compiled modules --------------------------------------------------------------------------------
-
-    def read_ended(self, unique: int, error: BaseException) -> None:
-        """Reply with an error to a read that was started there."""
-        self._step_ended(unique, "read", self._data, None, error)
-
-    def answer_refused(self, unique: int, code: int, length: int) -> None:
-        """Handle a reply that the kernel has refused."""
-        self._not_taken(OSError(code, os.strerror(code)), [replies.HEADER.pack(length, 0, unique)])
+    def stop(self) -> None:
+        """Send what is collected. Replies that arrive later go to the slow path."""
+        compiled, self.compiled = self.compiled, None
+        if compiled is not None:
+            self.requests.read_bytes += compiled.read_bytes
+            compiled.close()
 
     def read_answered(
         self,
@@ -108,8 +94,7 @@ class RemoteReadPath(KernelRequests):
     ) -> None:
         """Pass a store's reply, or an error, to the slow path, as if that had sent the request."""
         coming = BlocksFuture(skip, size)
-        coming.on_end = partial(self._step_ended, unique, "read", self._data)
-        self._work[unique] = coming, *self._work[unique][1:]
+        self._fallback.wait_for(coming, unique)
         self._ops.chunks.answered(
             lane, [Read(file, index, within, span, None, coming, deadline_s)], reply, error
         )

@@ -15,38 +15,53 @@ requested bytes and their checksums. Any other outcome (an error, a hole, a bloc
 connection that ends) is passed to the slow path as the reply, for all reads of the message. As with
 reader.WholeFileFetch, several readers may wait for the same bytes.
 
-SmallFileReadPath is the part of fuse/kernel/connection that uses this, on its loop, above
-fuse/fast_path/local_reads.
+SmallFileReadPath is the part of fuse/kernel/connection that uses this, on its loop (see fuse/fast_path/paths).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from nvpool.client.data.read_queue import Read
 from nvpool.client.read.reader import SmallFilePart
 from nvpool.core.compiled_loader import load_compiled
-from nvpool.fuse.fast_path.local_reads import LocalReadPath
+from nvpool.fuse.fast_path.read_fallback import ReadFallback
+from nvpool.fuse.ops.operations import FuseOps
+from nvpool.fuse.pending_requests import IN_WORK_MAX
+from nvpool.fuse.reply_sender import ReplySender
+from nvpool.fuse.request_state import RequestState
 
 _small_files = load_compiled("nvpool.fuse.fast_path._small_files")
 
 
-class SmallFileReadPath(LocalReadPath):
-    """Adds `_small`, which takes a READ in `_buffer` if it can.
+class SmallFileReadPath:
+    """Has `compiled`, which takes a READ in the buffer if it can.
 
-    `_small` is None without the compiled module, on a processor without the instruction for checksums, if the
-    layer below queries no stores, and if no file is to be read completely.
+    `compiled` is None without the compiled module, on a processor without the instruction for checksums, if
+    the layer below queries no stores, and if no file is to be read completely.
     """
 
-    _small: Any = None
-    _work: dict
-    in_work_max: int
-    _step_ended: Callable[..., None]
+    def __init__(
+        self,
+        requests: RequestState,
+        ops: FuseOps,
+        replies: ReplySender,
+        fallback: ReadFallback,
+        some_ended: Callable[[], None],
+    ) -> None:
+        self.requests = requests
+        self._ops = ops
+        self._fallback = fallback
+        self.compiled: Any = None
+        # called by the compiled module, with `small_reads_go_on` and `small_reads_answered`
+        self.read_ended = fallback.read_ended
+        self.read_otherwise = fallback.read_otherwise
+        self.answer_refused = replies.answer_refused
+        self.some_ended = some_ended
 
-    def _begin_plain_reads(self) -> None:
-        super()._begin_plain_reads()
+    def start(self) -> None:
+        """Take requests from now on, if that is possible here."""
         below = self._ops.knows_by
         if (
             _small_files is not None
@@ -54,33 +69,22 @@ class SmallFileReadPath(LocalReadPath):
             and below is not None
             and below.options.small_bytes
         ):
-            self._small = _small_files.SmallFileReads(self, self._ops, below, self.in_work_max)
-
-    def _on_read(self, count: int) -> None:
-        if self._small is None or not self._small.take(count):
-            super()._on_read(count)
-
-    def _submit_plain_reads(self) -> None:
-        """Submit the collected reads, at the end of a burst."""
-        if self._small is not None:
-            self._small.send()
-        super()._submit_plain_reads()
+            self.compiled = _small_files.SmallFileReads(self, self._ops, below, IN_WORK_MAX)
 
     @property
-    def _plain_bytes(self) -> int:
-        return super()._plain_bytes + (self._small.read_bytes if self._small is not None else 0)
+    def read_bytes(self) -> int:
+        """Bytes read since `start`; 0 after `stop`, which counts them in the state."""
+        return self.compiled.read_bytes if self.compiled is not None else 0
 
-    async def _end_plain_reads(self) -> None:
-        small, self._small = self._small, None
-        if small is not None:
-            self.read_bytes += small.read_bytes
-            small.close()
-        await super()._end_plain_reads()
-
-    # -- called by _small_files ----------------------------------------------------------------------------------------
+    def stop(self) -> None:
+        """Send what is collected. Replies that arrive later go to the slow path."""
+        compiled, self.compiled = self.compiled, None
+        if compiled is not None:
+            self.requests.read_bytes += compiled.read_bytes
+            compiled.close()
 
     def small_reads_go_on(self, lane, asked: list) -> None:
-        """Continue, on the slow path, reads that cannot be sent there after all."""
+        """Continue, on the slow path, reads that cannot be sent by the compiled module after all."""
         reads = [self._as_ordinary(one) for one in asked]
         try:
             self._ops.chunks.send(lane, reads)
@@ -99,7 +103,6 @@ class SmallFileReadPath(LocalReadPath):
         if not one.is_done:
             part = SmallFilePart(one.offset, one.finish)
             part.then = below.unreported_check(one.opened, one.offset, one.size)
-            part.on_end = partial(self._step_ended, one.unique, "read", self._data)
-            self._work[one.unique] = part, *self._work[one.unique][1:]
+            self._fallback.wait_for(part, one.unique)
             parts = [part, *parts]
         return below.reader.go_on_with(one, parts)

@@ -1,7 +1,9 @@
 """Kernel engine: the FUSE protocol on /dev/fuse, from one event loop, without libfuse.
 
-This module mounts, negotiates the protocol, reads requests and keeps the pending ones; `fuse/dispatch`
-decodes and answers them. The engine never decides what a request means, and no request ends it. Used by
+This module mounts, negotiates the protocol and reads requests. The engine is made of parts with one state
+(`fuse/request_state`): `fuse/dispatch` decodes requests, `fuse/reply_sender` answers them,
+`fuse/pending_requests` keeps those that wait, `fuse/cache_notices` notifies the kernel, and `fuse/fast_path`
+has the compiled fast paths. The engine never decides what a request means, and no request ends it. Used by
 mountd/server and bench/fuse_floor.
 
 A request costs one readv and one writev. Its coroutine runs without a task (`fuse/ops/eager_coroutine`): a
@@ -25,21 +27,18 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from nvpool.core.clock import stopwatch_s
 from nvpool.core.errors import NvpoolError, Unavailable
-from nvpool.core.futures import BlocksFuture
-from nvpool.fuse.dispatch import FIRST
-from nvpool.fuse.fast_path.cached_replies import CachedReplyPath
-from nvpool.fuse.fast_path.creates import CreateFastPath
+from nvpool.fuse.cache_notices import CacheNotices
+from nvpool.fuse.dispatch import KernelRequests
 from nvpool.fuse.fast_path.local_reads import BURST_MAX
-from nvpool.fuse.fast_path.small_writes import WriteFastPath
+from nvpool.fuse.fast_path.paths import FastPaths
 from nvpool.fuse.kernel.mount import attach
 from nvpool.fuse.kernel.read_worker_channel import ForwardedReads
 from nvpool.fuse.mount_point import OUR_TYPE, Mount, MountOptions, mount_at, unmount
-from nvpool.fuse.ops.eager_coroutine import EagerCoroutine
 from nvpool.fuse.ops.operations import FuseOps
+from nvpool.fuse.pending_requests import IN_WORK_MAX, PendingRequests
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import (
     MAJOR,
@@ -53,14 +52,14 @@ from nvpool.fuse.protocol.constants import (
     Op,
 )
 from nvpool.fuse.protocol.requests import Malformed
+from nvpool.fuse.reply_sender import ReplySender
+from nvpool.fuse.request_state import FIRST, RequestState
 from nvpool.metrics import registry as metrics
 from nvpool.metrics.exposition import Page
+from nvpool.shm.memfd import fault_in
 from nvpool.shm.mount_state import Word
 
 log = logging.getLogger(__name__)
-
-IN_WORK_MAX = 1024
-"""Pending requests at a time; others wait in the kernel. Background requests are fewer: max_background."""
 
 SPIN_LOOKS = 48
 """Polls before sleeping, about 20 µs. A process that sleeps in a virtual machine needs 25 µs to wake up."""
@@ -77,36 +76,9 @@ REQUEST_PAGES_MAX = 4096
 READ_AHEAD_BYTES_MAX = 64 << 20
 """Upper bound of read-ahead. The kernel uses the smaller of this and the value in /sys/class/bdi."""
 
-DYING_LOOK_S = 0.5
-"""Interval of the check on callers of interrupted requests: the kernel reports the first signal only."""
-
-EXIT_S = 3.0
-"""How long a killed process may store its written data while it exits.
-
-The kernel interrupts those requests immediately. Then the thread has already taken the signal that kills it,
-and only the death of the process is pending.
-"""
-
-ONLY_LOOKS = frozenset(
-    (
-        Op.LOOKUP,
-        Op.GETATTR,
-        Op.READLINK,
-        Op.READ,
-        Op.READDIR,
-        Op.READDIRPLUS,
-        Op.GETXATTR,
-        Op.LISTXATTR,
-        Op.STATFS,
-        Op.ACCESS,
-    )
-)
-"""Requests that change nothing. When the mount is gone, they are not waited for."""
-
 _OPCODE_AT = 4 if sys.byteorder == "little" else 7
 _OPCODE_MAX = 255
 _TRAVEL_TOGETHER = frozenset((Op.READ.value, Op.LOOKUP.value))
-_SIGKILL_BIT = 1 << 8
 
 FLAGS = (
     Init.ASYNC_READ
@@ -146,32 +118,13 @@ def max_pages_limit() -> int:
         return 256
 
 
-def is_dying(pid: int, *, exiting: bool = False) -> bool:
-    """Whether the thread `pid` is gone, or has a pending signal that kills it; signal(7), proc(5).
-
-    `exiting`: also if it is already exiting because of that signal.
-    """
-    try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            for line in file:
-                if (
-                    line.startswith((b"SigPnd:", b"ShdPnd:")[: 1 + exiting])
-                    and int(line[7:], 16) & _SIGKILL_BIT
-                ):
-                    return True
-                if line.startswith(b"ShdPnd:"):
-                    return False
-    except (OSError, ValueError):
-        return True
-    return False
-
-
-class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
+class KernelEngine:
     """See engines.Engine and the module."""
 
     name = "kernel"
     flags = FLAGS
-    in_work_max = IN_WORK_MAX
+    uses_fast_paths = True
+    """Whether compiled modules may read and answer requests; False: each takes the slow path."""
 
     def __init__(
         self,
@@ -180,51 +133,76 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
         options: MountOptions,
         on_ready: Callable[[], None] = lambda: None,
         on_burst: Callable[[], None] = lambda: None,
-    ):
+    ) -> None:
         memory = ops.kept
         self._pages = (
             memory.word(Word.PAGES) if memory is not None and memory.word(Word.GREETED) else max_pages_limit()
         )
-        super().__init__(ops, max(READ_BUFFER_MIN, self._pages * PAGE + PAGE))
+        self._ops = ops
         self._mount_point = mount_point
         self._options = options
         self._on_ready = on_ready
         self._on_burst = on_burst
         self._mount: Mount | None = None
-        self._buffers = (self._buffer,)
-        self._table = self._handlers()
-        self._work: dict[int, tuple[EagerCoroutine | BlocksFuture, int, int, float]] = {}
-        """Pending requests: unique -> (step, pid of the caller, operation, start time)."""
-        # Pending lock requests. The limit excludes them: they may wait forever, and must not keep out the
-        # requests that they wait for.
-        self._lock_waits = 0
-        # unique -> pid, while it must be checked whether the caller dies
-        self._interrupted: dict[int, int] = {}
-        self._reading = False
-        self._taking = False
-        self._took = 0  # requests in the last `_take`
-        self._looking = False
-        self._stopped = False
-        self._leaving = False
         self._asked_again = False  # the kernel is resending requests of the predecessor
         self._passings: list[ForwardedReads] = []
         self._waiting: list[Callable[[], None]] = []  # admissions of read workers that are ready
         # Interrupts of requests that are not here yet: a worker may be forwarding them.
         self._early: dict[int, None] = {}
         self._failed: NvpoolError | None = None
+        self._looking = False
         self._credit = SPIN_CREDIT_MAX
         self._turn = 0
         self._poll: Callable = lambda wait_ms: []
-        self._loop: asyncio.AbstractEventLoop
         self._ended: asyncio.Future
+
+        self.requests = RequestState(
+            ops, fault_in(self._make_buffer(max(READ_BUFFER_MIN, self._pages * PAGE + PAGE)))
+        )
+        self._buffers = (self.requests.buffer,)
+        self._replies = self._make_replies()
+        self._pending = self._make_pending()
+        self._handlers = KernelRequests(ops, self.requests, self._replies, self._pending.keep)
+        self.fast_paths = FastPaths(
+            self.requests, ops, self._replies, self._pending, self._handlers, self._take, self._broken
+        )
+        self._table = self._make_table()
+        self.notices = CacheNotices(self.requests, self._replies)
+        ops.notices.connect(
+            invalidate_attributes=self.notices.invalidate_attributes,
+            invalidate=self.notices.invalidate,
+            drop=self.notices.drop_pages,
+            store=self.notices.store_pages,
+            forget=self.notices.forget_names,
+        )
+
+    # The parts that differ in other engines. Each is called once, by the constructor, in this order.
+
+    def _make_buffer(self, byte_count: int) -> bytearray | memoryview:
+        """Allocate the buffer into which requests are read."""
+        return bytearray(byte_count)
+
+    def _make_replies(self) -> ReplySender:
+        return ReplySender(self.requests, self._ops)
+
+    def _make_pending(self) -> PendingRequests:
+        return PendingRequests(self.requests, self._ops, self._replies, self._stop_reading, self._some_ended)
+
+    def _make_table(self) -> list[Callable[[int], None]]:
+        """Table of handlers by operation; each is called with the length of the request."""
+        table = self._handlers.table()
+        self.fast_paths.put_in(table)
+        table[Op.INIT] = self._on_init
+        table[Op.INTERRUPT] = self._on_interrupt
+        return table
 
     # -- life cycle of a mount -----------------------------------------------------------------------------------------
 
     def mount(self) -> Mount:
-        self._fd = attach(self._mount_point, self._options)
+        self.requests.fd = attach(self._mount_point, self._options)
         self._mount = mount_at(self._mount_point)
         if self._mount is None:
-            os.close(self._fd)
+            os.close(self.requests.fd)
             raise Unavailable(f"{self._mount_point} was unmounted by another process")
         if self._ops.kept is not None:
             self._ops.kept.device = self._mount.device
@@ -232,7 +210,7 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
 
     @property
     def descriptor(self) -> int:
-        return self._fd
+        return self.requests.fd
 
     def go_on(self, descriptor: int) -> Mount:
         """Continue the mount of a predecessor that was killed or has left. Call this instead of `mount`.
@@ -240,7 +218,7 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
         `serve` makes the kernel resend the unanswered requests. Returns the mount as it was made; it may be
         gone.
         """
-        self._fd = descriptor
+        self.requests.fd = descriptor
         self._asked_again = True
         self._mount = Mount(self._ops.kept.device, self._mount_point, OUR_TYPE, "", "")
         return self._mount
@@ -250,17 +228,19 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
 
         The descriptor is non-blocking and still belongs to the caller.
         """
-        self._fd = descriptor
+        self.requests.fd = descriptor
 
     async def serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._spare = EagerCoroutine(self._loop)
-        self._ended = self._loop.create_future()
+        state = self.requests
+        state.loop = asyncio.get_running_loop()
+        self._handlers.begin()
+        self._ended = state.loop.create_future()
         poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
+        poll.register(state.fd, select.POLLIN)
         self._poll = poll.poll
-        if not self._stopped:
-            self._begin_plain_reads()
+        if not state.stopped:
+            if self.uses_fast_paths:
+                self.fast_paths.start()
             if self._asked_again:
                 self._ask_again()
             self._read_on()
@@ -269,16 +249,16 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
             finally:
                 self._stop_reading()
                 # no request is read once some of these have ended
-                self._stopped = self._stopped or not self._leaving
-                for step, _, _, _ in list(self._work.values()) if not self._leaving else ():
-                    step.cancel()
-                await self._end_plain_reads()
+                state.stopped = state.stopped or not state.leaving
+                if not state.leaving:
+                    self._pending.cancel_all()
+                await self.fast_paths.stop()
         if self._failed is not None:
             raise self._failed
 
     def stop(self) -> None:
-        self._stopped = True
-        self._end_lock_waits()
+        self.requests.stopped = True
+        self._pending.cancel_lock_waits()
         self._end()
 
     def close(self) -> None:
@@ -289,7 +269,7 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
         self.notices.close()
         if self._mount is None:
             return
-        os.close(self._fd)
+        os.close(self.requests.fd)
         there = mount_at(self._mount.point)
         if there is not None and there.device == self._mount.device:
             try:
@@ -304,7 +284,7 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
         Before INIT was answered the queue contains nothing else.
         """
         try:
-            os.write(self._fd, replies.HEADER.pack(replies.HEADER_BYTES, Notice.RESEND, 0))
+            os.write(self.requests.fd, replies.HEADER.pack(replies.HEADER_BYTES, Notice.RESEND, 0))
         except OSError as error:
             if error.errno not in (errno.ENODEV, errno.ECONNABORTED):
                 log.error(
@@ -324,43 +304,44 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
         Requests that wait for locks are not waited for. Then this process has to end immediately: its
         successor gets the rest.
         """
-        self._leaving = True
+        self.requests.leaving = True
         self._stop_reading()
-        if len(self._work) > self._lock_waits:
+        if len(self.requests.work) > self._pending.lock_waits:
             await asyncio.wait([self._ended], timeout=wait_s)
 
     def _read_on(self) -> None:
-        if not self._reading and not self._stopped and not self._leaving:
-            self._reading = True
-            self._loop.add_reader(self._fd, self._take)
+        if not self.requests.reading and not self.requests.stopped and not self.requests.leaving:
+            self.requests.reading = True
+            self.requests.loop.add_reader(self.requests.fd, self._take)
             for passing in self._passings:
                 passing.read_on()
 
     def _stop_reading(self) -> None:
-        if self._reading:
-            self._reading = False
-            self._loop.remove_reader(self._fd)
+        if self.requests.reading:
+            self.requests.reading = False
+            self.requests.loop.remove_reader(self.requests.fd)
             for passing in self._passings:
                 passing.stop_reading()
 
     def _end(self) -> None:
         """Stop; `serve` returns when no request is pending any more."""
-        self._stopped = True
+        self.requests.stopped = True
         if hasattr(self, "_ended"):
             self._stop_reading()
-            if not self._work and not self._ended.done():
+            if not self.requests.work and not self._ended.done():
                 self._ended.set_result(None)
 
     # -- requests and replies ------------------------------------------------------------------------------------------
 
     def _take(self) -> None:
         """Read and answer waiting requests; poll for the next one while nothing is pending."""
-        if self._taking:
+        if self.requests.taking:
             return
-        self._taking = True
+        self.requests.taking = True
         self._on_burst()
         held = False  # reads and look-ups are being collected, to be sent together
-        following, buffer, table = self._following, self._buffer, self._table
+        state, following, table = self.requests, self._following, self._table
+        buffer = state.buffer
         opcode = -1
         run = took = 0  # requests of this operation in a row; requests in total
         self._begin_run()
@@ -381,12 +362,12 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
                 if count < 0:
                     if self._asked_again:
                         self._asked_again = False
-                        self._ops.all_came_again({unique & FIRST for unique in self._work})
+                        self._ops.all_came_again({unique & FIRST for unique in state.work})
                         self._let_in()
                     if run:
                         self._end_run(opcode, run)
                         run = 0
-                    if len(self._work) > self._lock_waits or not self._look_out():
+                    if len(state.work) > self._pending.lock_waits or not self._look_out():
                         return  # reads are pending: send them now
                     self._begin_run()
                     continue
@@ -407,7 +388,7 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
                     self._broken(error)
                 run += 1
                 took += 1
-                if not self._reading:
+                if not state.reading:
                     return
         finally:
             try:
@@ -415,30 +396,51 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
                     self._end_run(opcode, run)
                 if held:
                     self._ops.burst_over()
-                self._submit_plain_reads()
-                if self._late:
+                self.fast_paths.submit()
+                if state.late:
                     self._release_late()
             finally:  # otherwise no request would ever be read again
-                self._taking, self._took = False, took
-                self._answer_put_off()  # if one of these failed
+                state.taking, state.took = False, took
+                self.fast_paths.cached_replies.answer_deferred()  # if one of these failed
+
+    def _following(self, most: int) -> tuple[int, int]:
+        """Read the next request into the buffer.
+
+        Returns its length, -1 if none waits; and how many requests before it were handled where they were
+        read, at most `most`. If the length is 0, there may be more. Raises OSError.
+        """
+        known = self.fast_paths.cached_replies.compiled
+        if known is not None:
+            return known.next_request(most), known.taken
+        try:
+            return os.readv(self.requests.fd, self._buffers), 0
+        except BlockingIOError:
+            return -1, 0
+
+    def _release_late(self) -> None:
+        """Release closed files. The buffer must not contain a request that is being handled."""
+        late, self.requests.late = self.requests.late, []
+        self._handlers.release_all(self.fast_paths.cached_replies.release_all(late))
 
     def _begin_run(self) -> None:
-        self._since_s, self._kept = stopwatch_s(), 0
+        state = self.requests
+        state.since_s, state.deferred = stopwatch_s(), 0
 
     def _end_run(self, opcode: int, count: int) -> None:
         """Record the time of the requests answered since `_begin_run`; pending ones do not count."""
+        state = self.requests
         now_s = stopwatch_s()
-        count -= self._kept
+        count -= state.deferred
         if count > 0:
-            self.spent.add(opcode, now_s - self._since_s, count)
-        self._since_s, self._kept = now_s, 0
+            state.spent.add(opcode, now_s - state.since_s, count)
+        state.since_s, state.deferred = now_s, 0
 
     def _broken(self, error: Exception) -> None:
         if isinstance(error, Malformed):
             self._refuse(error)
         else:
-            _, opcode, unique, *_ = requests.HEADER.unpack_from(self._buffer)
-            self._fail(unique, error, _name_of(opcode))
+            _, opcode, unique, *_ = requests.HEADER.unpack_from(self.requests.buffer)
+            self._replies.fail(unique, error, _name_of(opcode))
 
     def _look_out(self) -> bool:
         """Poll for about the time that a wake-up would cost. Returns whether a request has arrived."""
@@ -457,78 +459,41 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
             return True
         if error.errno not in (errno.ENODEV, errno.ECONNABORTED):
             self._failed = Unavailable(f"/dev/fuse failed: {error}")
-        for step, _, opcode, _ in list(self._work.values()):
-            if opcode in ONLY_LOOKS:
-                step.cancel()
-        self._end_lock_waits()
+        self._pending.cancel_looks()
+        self._pending.cancel_lock_waits()
         self._end()
         return False
 
     def _refuse(self, error: Malformed) -> None:
         log.error("malformed request from the kernel: %s", error)
-        opcode = self._buffer[_OPCODE_AT]
+        opcode = self.requests.buffer[_OPCODE_AT]
         if error.unique and opcode not in UNANSWERED:
-            self._send(replies.failed(error.unique, errno.EINVAL))
-
-    def _keep_in_work(self, step, unique: int, name: str, answer: Callable) -> None:
-        step.on_end = partial(self._step_ended, unique, name, answer)
-        header = requests.HEADER.unpack_from(self._buffer)
-        self._work[unique] = step, header[6], header[1], self._since_s
-        self._kept += 1
-        if header[1] == Op.SETLKW:
-            self._lock_waits += 1
-        elif len(self._work) - self._lock_waits >= IN_WORK_MAX:
-            self._stop_reading()
-
-    def _step_ended(
-        self, unique: int, name: str, answer: Callable, result: Any, error: BaseException | None
-    ) -> None:
-        work = self._work
-        _, _, opcode, since_s = work.pop(unique)
-        if opcode == Op.SETLKW:
-            self._lock_waits -= 1
-            if self._stopped and isinstance(error, asyncio.CancelledError):
-                error = Unavailable("the mount ends")  # EINTR is for a caller with a signal to handle
-        if error is None:
-            try:
-                answer(unique, result)
-            except Exception as bug:
-                self._fail(unique, bug, name)
-        else:
-            self._fail(unique, error, name)
-        self.spent.add(opcode, stopwatch_s() - since_s)
-        if self._interrupted:
-            self._interrupted.pop(unique, None)
-        if self._from:
-            self._from.pop(unique, None)
-        if self._held:
-            self._ops.answered(unique & FIRST)
-        self._some_ended()
+            self._replies.send(replies.failed(error.unique, errno.EINVAL))
 
     def _some_ended(self) -> None:
         """React to the end of pending requests: stop, leave, read on or poll."""
-        if self._stopped:
+        if self.requests.stopped:
             self._end()
-        elif self._leaving:
-            if len(self._work) <= self._lock_waits and not self._ended.done():
+        elif self.requests.leaving:
+            if len(self.requests.work) <= self._pending.lock_waits and not self._ended.done():
                 self._ended.set_result(None)
-        elif not self._reading:
+        elif not self.requests.reading:
             self._read_on()
-        elif len(self._work) == self._lock_waits and not self._looking:
+        elif len(self.requests.work) == self._pending.lock_waits and not self._looking:
             self._looking = True
             # not from here: replies of other requests may still be being delivered
-            self._loop.call_soon(self._look)
+            self.requests.loop.call_soon(self._look)
 
     def _look(self) -> None:
         self._looking = False
-        if self._reading and len(self._work) == self._lock_waits and self._look_out():
+        if self.requests.reading and len(self.requests.work) == self._pending.lock_waits and self._look_out():
             self._take()
 
     # -- requests that read workers have forwarded ---------------------------------------------------------------------
 
     @property
     def request_bytes_max(self) -> int:
-        return len(self._buffer)
+        return len(self.requests.buffer)
 
     def let_read(self, passing: ForwardedReads, come_in: Callable[[ForwardedReads], None]) -> None:
         """Accept requests that a read worker forwards.
@@ -538,12 +503,12 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
         """
         self._passings.append(passing)
         passing.begin(self._take_passed, partial(self._is_up, come_in))
-        if self._reading:
+        if self.requests.reading:
             passing.read_on()
 
     def _is_up(self, come_in: Callable[[ForwardedReads], None], passing: ForwardedReads) -> None:
         self._waiting.append(partial(come_in, passing))
-        if self._asked_again and self._reading:
+        if self._asked_again and self.requests.reading:
             self._take()  # maybe no request has arrived yet; then the queue was never found empty
         else:
             self._let_in()
@@ -564,88 +529,58 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
                     passing.said(opcode, bytes(request[requests.HEADER_BYTES :]))
                     continue
                 count = len(request)
-                self._view[:count] = request
+                self.requests.view[:count] = request
                 self._begin_run()
-                self._from[unique] = passing.clone
+                self.requests.forwarded[unique] = passing.clone
                 try:
                     self._table[opcode](count)
                 except Exception as error:
                     self._broken(error)
                 self._end_run(opcode, 1)
-                if self._late:
+                if self.requests.late:
                     self._release_late()
-                if unique not in self._work:
-                    del self._from[unique]
+                if unique not in self.requests.work:
+                    del self.requests.forwarded[unique]
                 elif unique in self._early:
                     del self._early[unique]
-                    self._interrupt(unique)
-                if not self._reading:
+                    self._pending.interrupt(unique)
+                if not self.requests.reading:
                     return  # the rest when reading continues
         finally:
             self._ops.burst_over()
 
     def measure(self, page: Page) -> None:
-        self.spent.measure(page)
-        page.set(metrics.FUSE_READ_BYTES, self.read_bytes + self._plain_bytes)
-        page.set(metrics.FUSE_WRITTEN_BYTES, self.written_bytes)
-        page.set(metrics.FUSE_IN_WORK, len(self._work))
+        self.requests.spent.measure(page)
+        page.set(metrics.FUSE_READ_BYTES, self.requests.read_bytes + self.fast_paths.read_bytes)
+        page.set(metrics.FUSE_WRITTEN_BYTES, self.requests.written_bytes)
+        page.set(metrics.FUSE_IN_WORK, len(self.requests.work))
 
     # -- interrupts ----------------------------------------------------------------------------------------------------
 
     def _on_interrupt(self, count: int) -> None:
-        unique = requests.decode(self._buffer, count).body.unique
+        unique = requests.decode(self.requests.buffer, count).body.unique
         # with workers: the request may still be forwarded; without, it was answered
-        if not self._interrupt(unique) and self._passings:
+        if not self._pending.interrupt(unique) and self._passings:
             self._early[unique] = None
             if len(self._early) > IN_WORK_MAX:
                 del self._early[next(iter(self._early))]
             for passing in self._passings:
-                passing.channel.send(self._view[:count])
-
-    def _interrupt(self, unique: int) -> bool:
-        """Handle an interrupt. False: the request is not pending here."""
-        found = self._work.get(unique)
-        if found is None:
-            return False
-        if found[2] == Op.SETLKW:
-            found[0].cancel()
-            return True
-        if not self._interrupted:
-            self._loop.call_later(DYING_LOOK_S, self._look_for_dying)
-        self._interrupted[unique] = found[1]
-        self._cancel_if_dying(unique, found[1])
-        return True
-
-    def _end_lock_waits(self) -> None:
-        for step, _, opcode, _ in list(self._work.values()):
-            if opcode == Op.SETLKW:
-                step.cancel()
-
-    def _look_for_dying(self) -> None:
-        for unique, pid in list(self._interrupted.items()):
-            self._cancel_if_dying(unique, pid)
-        if self._interrupted and not self._stopped:
-            self._loop.call_later(DYING_LOOK_S, self._look_for_dying)
-
-    def _cancel_if_dying(self, unique: int, pid: int) -> None:
-        found = self._work.get(unique)
-        if found is not None and is_dying(pid, exiting=stopwatch_s() - found[3] > EXIT_S):
-            found[0].cancel()
+                passing.channel.send(self.requests.view[:count])
 
     # -- the first request ---------------------------------------------------------------------------------------------
 
     def _on_init(self, count: int) -> None:
-        request = requests.decode(self._buffer, count)
+        request = requests.decode(self.requests.buffer, count)
         body = request.body
         if body.major != MAJOR or body.minor < MINOR_MIN:
             if body.major > MAJOR:  # the kernel repeats INIT with our version
-                self._send(self._init_answer(request.unique, Init(0), 0))
+                self._replies.send(self._init_answer(request.unique, Init(0), 0))
                 return
             self._failed = Unavailable(
                 f"this kernel speaks version {body.major}.{body.minor} of FUSE, engine kernel needs "
                 f"{MAJOR}.{MINOR_MIN} or newer; mount with --engine pyfuse3"
             )
-            self._send(replies.failed(request.unique, errno.EPROTO))
+            self._replies.send(replies.failed(request.unique, errno.EPROTO))
             self._end()
             return
         offered = Init(requests.flags_of(request))
@@ -659,13 +594,13 @@ class KernelEngine(CreateFastPath, WriteFastPath, CachedReplyPath):
             memory.set_word(Word.INIT_FLAGS, wanted & offered)
             memory.set_word(Word.PAGES, self._pages)
             memory.set_word(Word.GREETED, 1)
-        self._send(self._init_answer(request.unique, wanted & offered, body.minor))
+        self._replies.send(self._init_answer(request.unique, wanted & offered, body.minor))
         log.info("FUSE %d.%d, requests of up to %d KiB", body.major, body.minor, self._pages * PAGE >> 10)
         self._on_ready()
 
     def _agreed(self, flags: int) -> None:
         """Apply the features agreed on at INIT, by this process or its predecessor."""
-        self._setxattr_extended = bool(flags & Init.SETXATTR_EXT)
+        self.requests.setxattr_extended = bool(flags & Init.SETXATTR_EXT)
         self._ops.set_kernel_features(
             guards_pages=not flags & (Init.WRITEBACK_CACHE | Init.AUTO_INVAL_DATA),
             keeps_acls=bool(flags & Init.POSIX_ACL),

@@ -21,12 +21,14 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from nvpool.fuse.dispatch import FIRST
 from nvpool.fuse.kernel.connection import FLAGS, KernelEngine
 from nvpool.fuse.mount_point import MountOptions
 from nvpool.fuse.ops.operations import FuseOps
+from nvpool.fuse.pending_requests import PendingRequests
 from nvpool.fuse.protocol import replies, requests
-from nvpool.fuse.protocol.constants import PAGE, RESENT, UNANSWERED, Init
+from nvpool.fuse.protocol.constants import PAGE, RESENT, UNANSWERED, Init, Op
+from nvpool.fuse.reply_sender import ReplySender
+from nvpool.fuse.request_state import FIRST, RequestState
 from nvpool.shm.mount_state import Word
 from nvpool.shm.request_log import Unanswered
 
@@ -34,8 +36,52 @@ _INTERRUPT_BIT = 1
 """FUSE_INT_REQ_BIT; no request's number has it."""
 
 
+class FirstNumberReplies(ReplySender):
+    """Replies under the kernel's own numbers: the kernel does not know that requests were repeated."""
+
+    def send(self, head: bytes, *more) -> None:
+        """Send a reply under the number that the kernel knows."""
+        length, error, unique = replies.HEADER.unpack_from(head)
+        if unique > FIRST:
+            head = replies.HEADER.pack(length, error, unique & FIRST) + head[replies.HEADER_BYTES :]
+        super().send(head, *more)
+
+
+class LoggedRequests(PendingRequests):
+    """Pending requests that stay in the log until the kernel has their replies."""
+
+    def __init__(
+        self,
+        state: RequestState,
+        ops: FuseOps,
+        sender: ReplySender,
+        on_full: Callable[[], None],
+        some_ended: Callable[[], None],
+        request_log: Unanswered,
+    ) -> None:
+        super().__init__(state, ops, sender, on_full, some_ended)
+        self._view = state.view
+        self._log = request_log
+
+    def keep(self, step, unique: int, name: str, answer: Callable) -> None:
+        """Log the request, and register it as PendingRequests does."""
+        length, *_ = requests.HEADER.unpack_from(self._view)
+        self._log.keep(unique & FIRST, self._view[:length])
+        super().keep(step, unique, name, answer)
+
+    def ended(self, unique: int, name: str, answer: Callable, result, error: BaseException | None) -> None:
+        """Reply, and remove the request from the log."""
+        super().ended(unique, name, answer, result, error)
+        self._log.forget(unique & FIRST)
+
+    def interrupt(self, unique: int) -> bool:
+        """Handle an interrupt of a request, or of its repetition."""
+        return super().interrupt(unique) or super().interrupt(unique | RESENT)
+
+
 class ReplayEngine(KernelEngine):
     flags = FLAGS & ~Init.HAS_RESEND
+    uses_fast_paths = False  # they reply where they read, without the log
 
     def __init__(
         self,
@@ -51,12 +97,27 @@ class ReplayEngine(KernelEngine):
         super().__init__(ops, mount_point, options, on_ready, on_burst)
         self._pages = min(self._pages, self._kept_requests.request_bytes // PAGE - 1)
 
-    def _memory(self, byte_count: int) -> memoryview:
+    def _make_buffer(self, byte_count: int) -> memoryview:
         self._kept_requests = kept = self._keep(byte_count)
         return kept.buffer
 
-    def _begin_plain_reads(self) -> None:
-        """Start no compiled reads: they reply where they read, without the log."""
+    def _make_replies(self) -> ReplySender:
+        return FirstNumberReplies(self.requests, self._ops)
+
+    def _make_pending(self) -> PendingRequests:
+        return LoggedRequests(
+            self.requests,
+            self._ops,
+            self._replies,
+            self._stop_reading,
+            self._some_ended,
+            self._kept_requests,
+        )
+
+    def _make_table(self) -> list[Callable[[int], None]]:
+        table = super()._make_table()
+        table[Op.RELEASE] = self._on_release
+        return table
 
     def _following(self, most: int) -> tuple[int, int]:
         if not self._kept_requests.has_room:
@@ -64,21 +125,12 @@ class ReplayEngine(KernelEngine):
             return 0, 0
         return super()._following(most)
 
-    def _keep_in_work(self, step, unique: int, name: str, answer: Callable) -> None:
-        length, *_ = requests.HEADER.unpack_from(self._buffer)
-        self._kept_requests.keep(unique & FIRST, self._view[:length])
-        super()._keep_in_work(step, unique, name, answer)
-
-    def _step_ended(
-        self, unique: int, name: str, answer: Callable, result, error: BaseException | None
-    ) -> None:
-        super()._step_ended(unique, name, answer, result, error)
-        self._kept_requests.forget(unique & FIRST)
-
     def _on_release(self, count: int) -> None:
         """Release immediately, not late: a late request would have to be logged."""
-        fields = requests.decode_release(self._buffer, count)
-        self._start(fields[2], "release", self._ops.release(fields[9], fields[2] > FIRST), self._done)
+        fields = requests.decode_release(self.requests.buffer, count)
+        self._handlers.start(
+            fields[2], "release", self._ops.release(fields[9], fields[2] > FIRST), self._replies.done
+        )
 
     # -- requests that the predecessor left ------------------------------------------------------------------------------
 
@@ -88,7 +140,7 @@ class ReplayEngine(KernelEngine):
             self._ops.invalidate_inherited()
             self._on_ready()
         # in a callback: no step can start inside the task that runs now
-        self._loop.call_soon(self._take_left)
+        self.requests.loop.call_soon(self._take_left)
 
     def _read_on(self) -> None:
         if not self._asked_again:
@@ -96,9 +148,9 @@ class ReplayEngine(KernelEngine):
 
     def _take_left(self) -> None:
         """Handle logged requests as if the kernel had sent them again, before all others."""
-        if self._stopped or self._leaving:
+        if self.requests.stopped or self.requests.leaving:
             return
-        self._taking = True
+        self.requests.taking = True
         self._on_burst()
         self._ops.burst()
         try:
@@ -106,9 +158,9 @@ class ReplayEngine(KernelEngine):
                 self._take_one_left(unique, request)
         finally:
             self._ops.burst_over()
-            self._taking = False
+            self.requests.taking = False
         self._asked_again = False
-        self._ops.all_came_again({unique & FIRST for unique in self._work})
+        self._ops.all_came_again({unique & FIRST for unique in self.requests.work})
         self._read_on()
 
     def _take_one_left(self, unique: int, request: bytes) -> None:
@@ -124,7 +176,7 @@ class ReplayEngine(KernelEngine):
             except Exception as error:
                 self._broken(error)
             self._end_run(opcode, 1)
-            if again in self._work:
+            if again in self.requests.work:
                 return
         self._kept_requests.forget(unique)
 
@@ -132,19 +184,9 @@ class ReplayEngine(KernelEngine):
         """Whether the kernel waits for the reply to that request."""
         try:
             os.write(
-                self._fd, replies.HEADER.pack(replies.HEADER_BYTES, -errno.EAGAIN, unique | _INTERRUPT_BIT)
+                self.requests.fd,
+                replies.HEADER.pack(replies.HEADER_BYTES, -errno.EAGAIN, unique | _INTERRUPT_BIT),
             )
         except OSError as error:
             return error.errno == errno.EINVAL
         return True
-
-    # -- the kernel does not know that these requests were repeated ------------------------------------------------------
-
-    def _send(self, head: bytes, *more) -> None:
-        length, error, unique = replies.HEADER.unpack_from(head)
-        if unique > FIRST:
-            head = replies.HEADER.pack(length, error, unique & FIRST) + head[replies.HEADER_BYTES :]
-        super()._send(head, *more)
-
-    def _interrupt(self, unique: int) -> bool:
-        return super()._interrupt(unique) or super()._interrupt(unique | RESENT)
