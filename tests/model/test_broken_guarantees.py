@@ -16,8 +16,8 @@ from nvpool.kv.replication import primary as kv_primary
 from nvpool.meta.migration import destination as migration_destination
 from nvpool.meta.migration import ownership as partition_ownership
 from nvpool.meta.migration import source as migration_source
+from nvpool.meta.requests import change_handlers
 from nvpool.meta.server import commit_gate
-from nvpool.meta.server import service as meta_service
 from nvpool.meta.state import record_locks, striped_dirs
 from nvpool.meta.transactions import participant
 from nvpool.node.coordination import leadership
@@ -107,7 +107,9 @@ def test_standby_counted_before_its_reply_is_found(monkeypatch):
 
 def test_request_slot_that_is_not_stored_is_found(monkeypatch):
     monkeypatch.setattr(
-        meta_service, "encode_slot", lambda sequence, *rest, before=meta_service.encode_slot: before(0, *rest)
+        change_handlers,
+        "encode_slot",
+        lambda sequence, *rest, before=change_handlers.encode_slot: before(0, *rest),
     )
     assert found(range(1, 41), standbys=0, kinds={"die": 1}, of="meta")
 
