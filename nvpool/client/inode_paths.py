@@ -7,7 +7,7 @@ steps, and each step is a request that lets the shard serve others.
 
 A search never delays a read or a write: callers search in a separate task, or where a person waits, with a
 time limit. If daemons answer late or not at all, the paths found so far are returned. A search needs no
-session and changes nothing. Used by the chunk client (through vfs/base), the supervisor's status and fsck.
+session and changes nothing. Used by the chunk client (through `client/vfs/client_parts`), the supervisor's status and fsck.
 """
 
 from __future__ import annotations

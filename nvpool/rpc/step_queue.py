@@ -3,7 +3,7 @@
 A service divides such a request into short steps, and waits for its turn before each of them. In each
 iteration of the event loop one step runs, of all peers in rotation. So requests of other peers wait for one
 step at most, however many long requests a peer has sent. Together with the time slices of rpc/peer_limits
-this bounds what a peer costs the others. Used by the metadata service and the chunk store.
+this bounds what a peer costs the others. Used by the metadata service.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ ctypedef void *(*new_context_t)() noexcept
 ctypedef void (*free_context_t)(void *) noexcept
 ctypedef const void *(*cipher_t)() noexcept
 ctypedef int (*init_t)(void *, const void *, void *, const uint8_t *, const uint8_t *, int) noexcept
+ctypedef void (*clear_errors_t)() noexcept
 ctypedef int (*update_t)(void *, uint8_t *, int *, const uint8_t *, int) noexcept
 
 cdef new_context_t new_context = NULL
@@ -37,8 +38,9 @@ cdef free_context_t free_context = NULL
 cdef cipher_t aes_256_xts = NULL
 cdef init_t cipher_init = NULL
 cdef update_t cipher_update = NULL
+cdef clear_errors_t clear_errors = NULL
 
-LIBRARIES = ("libcrypto.so.3", "libcrypto.so.1.1")
+LIBRARIES = ("libcrypto.so.3", "libcrypto.so.4", "libcrypto.so.1.1")
 """Names under which libcrypto is looked for."""
 
 cdef uint8_t[BLOCK] zeros
@@ -47,7 +49,7 @@ memset(zeros, 0, BLOCK)
 
 cdef bint has_libcrypto() except -1:
     """Load libcrypto, unless it is loaded, and return whether it is there."""
-    global new_context, free_context, aes_256_xts, cipher_init, cipher_update
+    global new_context, free_context, aes_256_xts, cipher_init, cipher_update, clear_errors
     cdef void *library
     for name in LIBRARIES if cipher_update == NULL else ():
         library = dlopen(name.encode(), RTLD_NOW)
@@ -57,7 +59,14 @@ cdef bint has_libcrypto() except -1:
         free_context = <free_context_t>dlsym(library, "EVP_CIPHER_CTX_free")
         aes_256_xts = <cipher_t>dlsym(library, "EVP_aes_256_xts")
         cipher_init = <init_t>dlsym(library, "EVP_CipherInit_ex")
-        if new_context != NULL and free_context != NULL and aes_256_xts != NULL and cipher_init != NULL:
+        clear_errors = <clear_errors_t>dlsym(library, "ERR_clear_error")
+        if (
+            new_context != NULL
+            and free_context != NULL
+            and aes_256_xts != NULL
+            and cipher_init != NULL
+            and clear_errors != NULL
+        ):
             cipher_update = <update_t>dlsym(library, "EVP_CipherUpdate")
         break
     return cipher_update != NULL
@@ -76,16 +85,18 @@ cdef class XtsScratch:
             raise ValueError(f"a key of XTS has 64 bytes, not {key.shape[0]}")
         self.plain = bytearray(BATCH * BLOCK)
         self.library = library
-        if not has_libcrypto():
-            if library is None:
-                raise OSError("this machine has no libcrypto.so.3; install OpenSSL (libssl3)")
-            return
-        self.context = new_context()
-        if self.context == NULL:
-            raise MemoryError
-        memset(tweak, 0, TWEAK)
-        if cipher_init(self.context, aes_256_xts(), NULL, &key[0], tweak, encrypts) != 1:
-            raise OSError("libcrypto refuses AES-256-XTS with this key")
+        if has_libcrypto():
+            self.context = new_context()
+            if self.context == NULL:
+                raise MemoryError
+            memset(tweak, 0, TWEAK)
+            if cipher_init(self.context, aes_256_xts(), NULL, &key[0], tweak, encrypts) == 1:
+                return
+            clear_errors()  # Python's ssl has the same list of errors
+            free_context(self.context)
+            self.context = NULL
+        if library is None:
+            raise OSError("this machine has no libcrypto with AES-256-XTS; install OpenSSL (libssl3)")
 
     def __dealloc__(self):
         if self.context != NULL:
@@ -125,6 +136,7 @@ cdef class XtsScratch:
                     or cipher_update(self.context, to, &made, source, BLOCK) != 1
                     or made != BLOCK
                 ):
+                    clear_errors()
                     raise OSError("libcrypto has failed to encrypt or decrypt a block")
             source += BLOCK
             to += BLOCK

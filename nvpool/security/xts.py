@@ -16,9 +16,11 @@ this module to decrypt reads, stores to encrypt writes. Any thread may call it."
 
 from __future__ import annotations
 
+import logging
 import struct
 import threading
 from collections.abc import Sequence
+from functools import cache
 from typing import Protocol
 
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
@@ -29,6 +31,7 @@ from nvpool.core.units import BLOCK_BYTES, Buffer
 _xts = load_compiled("nvpool.security._xts")
 Scratch = _xts.XtsScratch if _xts is not None else None
 
+_log = logging.getLogger(__name__)
 KEY_BYTES = 64
 """Two AES-256 keys: one for the data, one for the tweaks."""
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
@@ -48,6 +51,13 @@ class BlockEngine(Protocol):
     ) -> None:
         """Encrypt or decrypt whole blocks of `source` into `to`; with `keeps_zeros`, a block of zeros stays
         zeros."""
+
+
+@cache
+def _warn_once() -> None:
+    _log.warning(
+        "this machine has no libcrypto with AES-256-XTS: encryption takes ten times as long; install OpenSSL (libssl3)"
+    )
 
 
 class BlockCipher:
@@ -96,8 +106,11 @@ class BlockCipher:
         plain = _PlainXts(self._key, way)
         if Scratch is None:
             return plain
-        engine: BlockEngine = Scratch(self._key, way == "encrypting", plain)
-        return engine
+        engine = Scratch(self._key, way == "encrypting", plain)
+        if not engine.uses_libcrypto:
+            _warn_once()
+        made: BlockEngine = engine
+        return made
 
 
 class _PlainXts:

@@ -736,10 +736,14 @@ async def test_random_states_agree_with_the_slow_path(kernel):
                 (Op.LOOKUP, (), chance.choice(directories), (name,)),
                 (Op.GETATTR, (0, 0), chance.choice(directories + inodes), ()),
             ):
-                kernel.ops.cached_names.sent_changes.clear()
-                compiled = kernel.on_fast_path(*request), dict(kernel.ops.cached_names.sent_changes)
-                kernel.ops.cached_names.sent_changes.clear()
-                assert compiled == (kernel.on_slow_path(*request), dict(kernel.ops.cached_names.sent_changes))
+                for _ in range(3):  # an entry may expire between the two
+                    kernel.ops.cached_names.sent_changes.clear()
+                    compiled = kernel.on_fast_path(*request), dict(kernel.ops.cached_names.sent_changes)
+                    kernel.ops.cached_names.sent_changes.clear()
+                    plain = kernel.on_slow_path(*request), dict(kernel.ops.cached_names.sent_changes)
+                    if compiled == plain:
+                        break
+                assert compiled == plain
                 said[None if compiled[0] is None else compiled[0][0]] += 1
     assert min(said[answer] for answer in (None, 0, -errno.ENOENT)) > 200
     for table in tables:

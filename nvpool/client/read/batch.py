@@ -124,6 +124,9 @@ class ReadBatcher:
                 futures += self._read_across(file, offset, length, into[place : place + length])
                 continue
             batch = batches.get(lane)
+            if batch is not None and batch.bytes + span > 2 * GATHER_BYTES:  # a store refuses more in pieces
+                futures.append(self._send_batch(batches.pop(lane), into, deadline_s))
+                batch = None
             if batch is None:
                 batch = batches[lane] = _TargetBatch(lane)
                 batch.first = batch.next = place

@@ -26,6 +26,7 @@ All metadata must be in one shard, because a path over several shards cannot be 
 
 from __future__ import annotations
 
+import contextlib
 import stat
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import islice
@@ -68,6 +69,8 @@ KNOWN_MAX = 131_072
 entry is dropped."""
 SEARCHED_MAX = 20_000
 """Directory entries that are searched for the name of a file that is not cached: 15 ms."""
+SEARCH_STEP = 500
+"""Names that a request about many files searches in one step: a third of a millisecond."""
 SEARCHED_PER_REQUEST_MAX = 4 * SEARCHED_MAX
 """As SEARCHED_MAX, for all files of a request about many. Files beyond it count as unknown; a request about
 one of them searches for that one."""
@@ -96,10 +99,14 @@ def check_shards(view: View) -> None:
         )
 
 
+class SearchPaused(Exception):
+    """The search for names of a request about many inodes goes on in the next step; then ask for the inode again."""
+
+
 class Walks:
     """Work of one request about many inodes: directories checked lately, and names found by searches."""
 
-    __slots__ = ("checked", "wanted", "names", "searched", "work", "entries_left", "_now_ns", "_checked_ns")
+    __slots__ = ("checked", "wanted", "names", "searches", "work", "entries_left", "_now_ns", "_checked_ns")
 
     def __init__(self, now_ns: Callable[[], int], wanted: frozenset[int] = frozenset()) -> None:
         """`wanted`: inodes of the request whose names may be searched."""
@@ -109,8 +116,8 @@ class Walks:
         self.wanted = wanted
         self.names: dict[int, list[tuple[int, bytes]]] = {}
         """Directories and names of the wanted inodes, when they were found; each use looks them up again."""
-        self.searched: set[int] = set()
-        """Partitions whose names were scanned."""
+        self.searches: dict[int, tuple[bytes, int]] = {}
+        """By partition: the key from which its names are to be scanned, and how many more; 0 if there are no more."""
         self.work = 0
         self.entries_left = SEARCHED_PER_REQUEST_MAX
 
@@ -128,14 +135,23 @@ class Walks:
             self._checked_ns = now_ns
 
     def search(self, view: View, partition: int) -> None:
-        """Scan the partition once for names of all wanted inodes, as far as the request may scan more."""
-        if partition in self.searched or self.entries_left <= 0:
+        """Scan the partition once for names of all wanted inodes, as far as the request may scan more.
+
+        SearchPaused: there is more to scan than one step may.
+        """
+        first, left = self.searches.get(partition) or (
+            records.prefix(partition, records.DENTRY),
+            SEARCHED_MAX,
+        )
+        if left <= 0 or self.entries_left <= 0:
             return
-        self.searched.add(partition)
-        first, end = records.prefix(partition, records.DENTRY), records.prefix(partition, records.DENTRY + 1)
-        pairs = view.scan(first, end, min(SEARCHED_MAX, self.entries_left))
+        end = records.prefix(partition, records.DENTRY + 1)
+        wanted = min(SEARCH_STEP, left, self.entries_left)
+        pairs = view.scan(first, end, wanted)
         self.entries_left -= len(pairs)
-        self.work += 1 + len(pairs) // 10
+        self.work = STEP_WORK if len(pairs) == wanted else self.work + 1 + len(pairs) // 10
+        is_over = len(pairs) < wanted
+        self.searches[partition] = (pairs[-1][0] + b"\0" if pairs else first, 0 if is_over else left - wanted)
         for key, raw in pairs:
             try:
                 number = records.decode_dentry(partition, raw)[0]
@@ -144,6 +160,8 @@ class Walks:
             if number in self.wanted:
                 place = records.directory_of_key(key), key[records.NAME_AT :]
                 self.names.setdefault(number, []).append(place)
+        if not is_over:
+            raise SearchPaused
 
 
 class LocalUsers:
@@ -222,6 +240,19 @@ class LocalUsers:
         request.rights = 0
         return user.may(directory, SEARCH)
 
+    def listed_in_steps(
+        self,
+        view: View,
+        credentials: Credentials,
+        request: pb.ListDirRequest,
+        steps: Iterator[pb.ListDirReply | None],
+    ) -> Iterator[pb.ListDirReply | None]:
+        """Steps of a listing, with the check of `listed` again after other requests had their turn."""
+        for reply in steps:
+            yield reply
+            if reply is None:
+                self.listed(view, credentials, request)
+
     def note_listing(self, credentials: Credentials, directory: int, reply: pb.ListDirReply) -> None:
         """Remember that the user has met the files of this listing in the directory."""
         listed = DirectoryPage(reply.packed)
@@ -243,13 +274,17 @@ class LocalUsers:
         numbers = list(dict.fromkeys(read_write_codec.unpack_inodes(request.inodes)))
         walks, reply, packed = Walks(now_ns, frozenset(numbers)), pb.GetAttrManyReply(), []
         user, found = User(self, view, credentials, walks=walks), []
-        for at, number in enumerate(numbers, 1):
+        at = 0
+        while at < len(numbers):
             walks.work += 1
             try:
-                user.reach(number)
-                found.append(number)
-            except (Refused, CorruptRecord):
+                user.reach(numbers[at])
+                found.append(numbers[at])
+                at += 1
+            except SearchPaused:
                 pass
+            except (Refused, CorruptRecord):
+                at += 1
             if not walks.is_due and at < len(numbers):
                 continue
             some = pb.GetAttrManyRequest(session=request.session, inodes=read_write_codec.pack_inodes(found))
@@ -281,12 +316,15 @@ class LocalUsers:
         user, found = User(self, view, credentials, walks=walks), []
         known: dict[int, bool] = {}
         for number in inodes:
-            if number not in known:
+            while number not in known:
                 if walks.is_due:
                     yield None
                     walks.begin_step()
-                known[number] = number in session.opens or user.may_state(session.number, number, in_grace)
                 walks.work += 1
+                with contextlib.suppress(SearchPaused):
+                    known[number] = number in session.opens or user.may_state(
+                        session.number, number, in_grace
+                    )
             if known[number]:
                 found.append(number)
         return found

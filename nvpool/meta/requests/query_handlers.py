@@ -49,18 +49,18 @@ class QueryHandlers:
         self._sessions.of(request.session, self._callers.owner_of(call))
         user = self._callers.user_of(call)
         shown = user is None or self._users.listed(self._view, user, request)
+        steps = listing(
+            self._view,
+            request,
+            self._clock.wall_ns,
+            names_alone=not shown,
+            entries_per_step=STEP_OF_CLIENT if self._callers.account_of(call) else LIST_LIMIT_MAX,
+            note=partial(self._users.note_listing, user, request.inode)
+            if user is not None and shown
+            else None,
+        )
         self._replies.reply_in_steps(
-            call,
-            listing(
-                self._view,
-                request,
-                self._clock.wall_ns,
-                names_alone=not shown,
-                entries_per_step=STEP_OF_CLIENT if self._callers.account_of(call) else LIST_LIMIT_MAX,
-                note=partial(self._users.note_listing, user, request.inode)
-                if user is not None and shown
-                else None,
-            ),
+            call, steps if user is None else self._users.listed_in_steps(self._view, user, request, steps)
         )
 
     def _lookup_many(self, call: Call) -> None:

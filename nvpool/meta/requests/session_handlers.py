@@ -163,10 +163,19 @@ class SessionHandlers:
             self._sessions.belongs(session, "" if trusted else peer)
         if self._callers.user_of(call) is not None:
             request.identity = 0
-        self._replies.reply_in_steps(call, self._renewed(call, request, opened, released))
+        is_short = len(opened) <= OPENS_STEP and len(released) <= COUNTED_STEP
+        answered = self._sessions.sequences(session)
+        self._replies.change_in_steps(
+            call, self._renewed(call, request, opened, released, answered), is_short
+        )
 
     def _renewed(
-        self, call: Call, request: pb.RenewSessionRequest, opened: Sequence[int], released: Sequence[int]
+        self,
+        call: Call,
+        request: pb.RenewSessionRequest,
+        opened: Sequence[int],
+        released: Sequence[int],
+        answered: Sequence[int],
     ) -> Iterator[pb.RenewSessionReply | None]:
         """Register the open files that the client states, and close the released ones."""
         own = yield from self._own_opens(call, request.session, opened)
@@ -182,7 +191,7 @@ class SessionHandlers:
             self._sessions.state_open(session, own[some])
         if (own and request.named) or not opened:
             self._sessions.end_stated(session, own)
-        yield from self._close_in_steps(call, request.session, released)
+        yield from self._close_in_steps(call, request.session, released, answered)
         session = self._sessions.of(request.session, self._callers.owner_of(call))
         yield pb.RenewSessionReply(
             lease_s=self._options.session_lease_s,
@@ -293,34 +302,46 @@ class SessionHandlers:
 
     def _release(self, call: Call) -> None:
         request = pb.ReleaseRequest.FromString(bytes(call.message))
-        self._sessions.of(request.session, self._callers.owner_of(call))
+        session = self._sessions.of(request.session, self._callers.owner_of(call))
         _check_slots(request.slots)
         inodes, gone = inodes_of(request.inodes, LISTED_INODES_MAX), handles_of(request.gone)
         self._check_ours(inodes, gone)
-        self._replies.reply_in_steps(call, self._released(call, request, inodes, gone))
+        self._replies.change_in_steps(
+            call,
+            self._released(call, request, inodes, gone, self._sessions.sequences(session)),
+            is_short=len(inodes) <= COUNTED_STEP,
+        )
 
     def _released(
-        self, call: Call, request: pb.ReleaseRequest, inodes: Sequence[int], gone: dict[int, int]
+        self,
+        call: Call,
+        request: pb.ReleaseRequest,
+        inodes: Sequence[int],
+        gone: dict[int, int],
+        answered: Sequence[int],
     ) -> Iterator[pb.ReleaseReply | None]:
         """Close what the client has closed, and give up what it does not have open."""
-        yield from self._close_in_steps(call, request.session, inodes)
+        yield from self._close_in_steps(call, request.session, inodes, answered)
         session = self._sessions.of(request.session, self._callers.owner_of(call))
         self._sessions.give_up_all(session, gone)
         for index in request.slots:
             self._sessions.give_up(session, self._sessions.slot(session, index))
         yield pb.ReleaseReply()
 
-    def _close_in_steps(self, call: Call, number: int, inodes: Sequence[int]) -> Generator[None, None, None]:
+    def _close_in_steps(
+        self, call: Call, number: int, inodes: Sequence[int], answered: Sequence[int]
+    ) -> Generator[None, None, None]:
         """Close these inodes, one handle each.
 
-        What has begun is finished unless the session ends, because a client that is refused repeats all of
-        it, and a second close would close another handle. An inode whose partition has left in the meantime
-        has no handle here anymore.
+        `answered`: sequences of the session's slots when the request arrived. What has begun is finished
+        unless the session ends, because a client that is refused repeats all of it, and a second close would
+        close another handle. An inode whose partition has left in the meantime has no handle here anymore.
         """
         for some in _parts_of(inodes):
             if some.start:
                 yield None
-            self._sessions.release(self._sessions.of(number, self._callers.owner_of(call)), inodes[some])
+            session = self._sessions.of(number, self._callers.owner_of(call))
+            self._sessions.release(session, inodes[some], answered)
 
     def _owners(self, call: Call) -> None:
         request = pb.SessionsRequest.FromString(bytes(call.message))

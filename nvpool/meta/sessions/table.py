@@ -383,21 +383,32 @@ class Sessions:
         if inode:
             self.close(session, inode)
 
-    def release(self, session: Session, inodes: Sequence[int]) -> None:
+    def release(self, session: Session, inodes: Sequence[int], answered: Sequence[int] | None = None) -> None:
         """Close these inodes, one handle each, on behalf of the client.
 
-        The client has therefore received the answer to the change that opened them.
+        The client has therefore received the answer to the change that opened them. `answered`: `sequences`
+        of the time when the client said so, if that was earlier; a later change may have opened them again.
         """
         for inode in inodes:
             self.close(session, inode)
-        self._answered(session, inodes)
+        self._answered(session, inodes, answered)
 
     @staticmethod
-    def _answered(session: Session, inodes: Iterable[int]) -> None:
+    def sequences(session: Session) -> list[int]:
+        """Sequence of the last change of each slot; 0 for an unused slot."""
+        return [0 if slot is None else slot.sequence for slot in session.slots]
+
+    @staticmethod
+    def _answered(session: Session, inodes: Iterable[int], answered: Sequence[int] | None = None) -> None:
         """Note that the client has received the answers to the changes that opened these inodes."""
         closed = frozenset(inodes)
-        for slot in session.slots if closed else ():
-            if slot is not None and slot.opened in closed and not slot.awaited:
+        for index, slot in enumerate(session.slots) if closed else ():
+            if (
+                slot is not None
+                and slot.opened in closed
+                and not slot.awaited
+                and (answered is None or slot.sequence <= answered[index])
+            ):
                 slot.opened = 0
 
     def held(self, session: Session, nameless: Iterable[int]) -> bytes:

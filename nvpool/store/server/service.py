@@ -92,8 +92,8 @@ WAITING_MAX = 8192
 WAITING_PER_PEER_MAX = WAITING_MAX // 4
 """Waiting calls of one peer that is not trusted, so that no peer takes the places of all others."""
 CLIENT_READ_BYTES_MAX = 4 << 20
-"""Most bytes that a client reads with one request: a millisecond of the event loop. Clients gather 2 MiB
-(client/data/chunk_client), and read at most 1 MiB alone."""
+"""Most bytes that a client reads in several pieces with one request: a millisecond of the event loop. Clients gather
+2 MiB (client/data/chunk_client). One piece may be a whole chunk."""
 TEND_S = 1.0
 
 
@@ -842,11 +842,13 @@ def _check_entries(what: str, packed: bytes, entry: struct.Struct) -> None:
 
 def _check_read_bytes(reads: bytes) -> None:
     """Check how many bytes a client reads with one request; else InvalidRequest."""
+    if len(reads) == READ.size:
+        return
     total = sum([length for _, _, _, length, _, _ in READ.iter_unpack(reads)])
     if total > CLIENT_READ_BYTES_MAX:
         raise InvalidRequest(
-            f"{total} bytes are read in one request; a client may read {CLIENT_READ_BYTES_MAX} at most: send more "
-            "requests"
+            f"{total} bytes are read in one request; a client may read {CLIENT_READ_BYTES_MAX} in pieces at most: send "
+            "more requests"
         )
 
 

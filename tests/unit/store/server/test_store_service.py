@@ -14,6 +14,7 @@ from nvpool.core import errors, grants
 from nvpool.core.checksum import first_bad_block, piece_checksums
 from nvpool.core.clock import ManualClock
 from nvpool.core.ids import version
+from nvpool.core.units import CHUNK_BYTES_MAX
 from nvpool.poolmap.chains.placement import build_table
 from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.grant_revocation import taken
@@ -222,8 +223,10 @@ async def test_long_read_of_a_client_is_refused(bench):
         )
         for peer in peers:
             await bench.call(Method.DATA_READ, request, peer=peer)
-    with pytest.raises(errors.InvalidRequest, match="4198400 bytes.*a client may read 4194304 at most"):
+    with pytest.raises(errors.InvalidRequest, match="4198400 bytes.*may read 4194304 in pieces at most"):
         await bench.call(Method.DATA_READ, request, peer=CLIENT)
+    whole = pb.ReadRequest(target=1, grants=[bench.grant()], reads=READ.pack(1, 0, 0, CHUNK_BYTES_MAX, 0, 0))
+    await bench.call(Method.DATA_READ, whole, peer=CLIENT)
 
 
 @served
