@@ -24,7 +24,7 @@ from nvpool.core.posix.acl import ACCESS, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ
 from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.operations import setattr as valid
 from nvpool.meta.operations.listing import STEP_OF_CLIENT
-from nvpool.meta.requests import local_user_permissions
+from nvpool.meta.requests import local_user_permissions, path_walks
 from nvpool.meta.requests.dispatch_table import CHANGES, QUERIES
 from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.rpc.access_control import RIGHTS, Callers, LeastRight
@@ -512,7 +512,7 @@ async def test_many_inodes_are_checked_in_steps(place):
         session=place.us.session, inodes=packed(hidden.inode, *files, 1 << 60, home.inode)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_user_permissions, "STEP_WORK", 1)
+        patch.setattr(path_walks, "STEP_WORK", 1)
         call = place.us.send("GETATTR_MANY", asked)
         assert call.answer is None, "other requests get their turn"
         message, _ = await call.wait()
@@ -556,8 +556,8 @@ async def test_change_of_a_mode_takes_effect_within_a_long_request(place):
     directory = (await place.us.lookup(ROOT, b"d")).attr.inode
     asked = pb.GetAttrManyRequest(session=place.us.session, inodes=packed(*files))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_user_permissions, "STEP_WORK", 1)
-        patch.setattr(local_user_permissions, "CHECK_KEPT_NS", 0)
+        patch.setattr(path_walks, "STEP_WORK", 1)
+        patch.setattr(path_walks, "CHECK_KEPT_NS", 0)
         call = place.us.send("GETATTR_MANY", asked)
         assert call.answer is None
         await place.root.setattr(directory, valid.MODE, mode=stat.S_IFDIR | 0o700)
@@ -570,7 +570,7 @@ async def test_search_of_many_inodes_is_bounded(place):
     files = await deep_files(place, depth=1, count=10)
     asked = pb.GetAttrManyRequest(session=place.us.session, inodes=packed(*files))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_user_permissions, "SEARCHED_PER_REQUEST_MAX", 4)
+        patch.setattr(path_walks, "SEARCHED_PER_REQUEST_MAX", 4)
         message, _ = await place.us.send("GETATTR_MANY", asked).wait()
     assert len(DirectoryPage(pb.GetAttrManyReply.FromString(message).packed).inodes) == 4
     assert (await place.us.getattr(files[-1])).attr.inode == files[-1], "a request about one searches for it"
