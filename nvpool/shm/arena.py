@@ -28,10 +28,10 @@ class Arena:
     def __init__(self, byte_count: int, held: Iterable[tuple[int, int]] = ()) -> None:
         count = byte_count >> _PIECE_BITS
         self._kinds = [-1] * count  # size class of each piece; -1 for an unused piece
-        self._used = [0] * count  # allocated places in each piece
-        self._fresh = list(range(count - 1, -1, -1))
-        self._free: list[list[int]] = [[] for _ in range(_KINDS)]
-        self._taken = 0
+        self.used = [0] * count  # allocated places in each piece
+        self.fresh = list(range(count - 1, -1, -1))
+        self.free: list[list[int]] = [[] for _ in range(_KINDS)]
+        self.taken = 0
         places: dict[int, set[int]] = {}
         for place, length in held:
             kind, piece = _kind(length), place >> _PIECE_BITS
@@ -45,11 +45,11 @@ class Arena:
                 raise CorruptRecord(f"an allocation of {length} bytes at {place} is invalid")
             self._kinds[piece] = kind
             places.setdefault(piece, set()).add(place)
-            self._used[piece] += 1
-            self._taken += 1
+            self.used[piece] += 1
+            self.taken += 1
         for piece, taken in places.items():
-            self._free[self._kinds[piece]] += [place for place in self._carved(piece) if place not in taken]
-        self._fresh = [piece for piece in self._fresh if self._kinds[piece] < 0]
+            self.free[self._kinds[piece]] += [place for place in self._carved(piece) if place not in taken]
+        self.fresh = [piece for piece in self.fresh if self._kinds[piece] < 0]
 
     def _carved(self, piece: int) -> range:
         return range(piece << _PIECE_BITS, piece + 1 << _PIECE_BITS, 1 << self._kinds[piece] + _SMALLEST_BITS)
@@ -57,45 +57,45 @@ class Arena:
     def has_room(self, length: int) -> bool:
         """Return whether `length` bytes can be allocated, in parts of up to 1 MiB each."""
         wanted = (length >> _PIECE_BITS) + 2
-        if len(self._fresh) < wanted:
+        if len(self.fresh) < wanted:
             self._gather()
-        return len(self._fresh) >= wanted
+        return len(self.fresh) >= wanted
 
     def take(self, length: int) -> int:
         """Allocate up to 1 MiB and return its place; NoSpace if the arena is full."""
         kind = _kind(length)
-        free = self._free[kind]
+        free = self.free[kind]
         if not free:
-            if not self._fresh:
+            if not self.fresh:
                 self._gather()
-            if not self._fresh:
+            if not self.fresh:
                 raise NoSpace("the mount state has no space for more writes")
-            piece = self._fresh.pop()
+            piece = self.fresh.pop()
             self._kinds[piece] = kind
             free += reversed(self._carved(piece))
         place = free.pop()
-        self._used[place >> _PIECE_BITS] += 1
-        self._taken += 1
+        self.used[place >> _PIECE_BITS] += 1
+        self.taken += 1
         return place
 
     def give_back(self, place: int) -> None:
         piece = place >> _PIECE_BITS
-        self._free[self._kinds[piece]].append(place)
-        self._used[piece] -= 1
-        self._taken -= 1
+        self.free[self._kinds[piece]].append(place)
+        self.used[piece] -= 1
+        self.taken -= 1
 
     def _gather(self) -> None:
         """Make pieces without allocations available for every size class again."""
-        empty = {piece for piece, kind in enumerate(self._kinds) if kind >= 0 and not self._used[piece]}
+        empty = {piece for piece, kind in enumerate(self._kinds) if kind >= 0 and not self.used[piece]}
         for kind in {self._kinds[piece] for piece in empty}:
-            self._free[kind] = [place for place in self._free[kind] if place >> _PIECE_BITS not in empty]
+            self.free[kind] = [place for place in self.free[kind] if place >> _PIECE_BITS not in empty]
         for piece in empty:
             self._kinds[piece] = -1
-        self._fresh += empty
+        self.fresh += empty
 
     def trim(self) -> bool:
         """Return whether the arena is empty after use; then its pages can be returned to the system."""
-        if self._taken or all(kind < 0 for kind in self._kinds):
+        if self.taken or all(kind < 0 for kind in self._kinds):
             return False
         self._gather()
         return True

@@ -125,16 +125,16 @@ class Table:
                 f"{word.name.lower()}: {self.used} records are said to be used, there are {count}"
             )
         self._in_turn = in_turn
-        self._free: deque[int] = deque(index for index in range(self.used) if not self.mark(index))
+        self.freed: deque[int] = deque(index for index in range(self.used) if not self.mark(index))
 
     @property
     def free(self) -> int:
-        return len(self._free) + self.count - self.used
+        return len(self.freed) + self.count - self.used
 
     def take(self) -> int:
         """Return the index of a free record; TooManyOpen if the table is full."""
-        if self._free and not (self._in_turn and self.used < self.count):
-            return self._free.popleft() if self._in_turn else self._free.pop()
+        if self.freed and not (self._in_turn and self.used < self.count):
+            return self.freed.popleft() if self._in_turn else self.freed.pop()
         if self.used >= self.count:
             raise TooManyOpen(
                 f"the memory that outlives a mount's process holds {self.count} records of a kind"
@@ -149,7 +149,7 @@ class Table:
 
     def give_back(self, index: int) -> None:
         _MARK.pack_into(self._memory, self.place + index * self.form.size + self._mark, 0)
-        self._free.append(index)
+        self.freed.append(index)
 
     def mark(self, index: int) -> int:
         mark: int
@@ -180,7 +180,7 @@ class KeptMemory:
         size = os.fstat(descriptor).st_size
         if size < 4096:
             raise CorruptRecord(f"the memory that a mount's process left has {size} bytes")
-        self._memory = memory = mmap.mmap(descriptor, size)
+        self.mapping = memory = mmap.mmap(descriptor, size)
         magic, version, _, total, arena_bytes = _HEAD.unpack_from(memory)
         if magic != MAGIC or version != VERSION:
             raise WrongFormat(
@@ -229,23 +229,23 @@ class KeptMemory:
 
     def word(self, word: Word) -> int:
         value: int
-        (value,) = _MARK.unpack_from(self._memory, 64 + 8 * word)
+        (value,) = _MARK.unpack_from(self.mapping, 64 + 8 * word)
         return value
 
     def set_word(self, word: Word, value: int) -> None:
-        _MARK.pack_into(self._memory, 64 + 8 * word, value)
+        _MARK.pack_into(self.mapping, 64 + 8 * word, value)
 
     @property
     def device(self) -> str:
         """Device of the mount as major:minor; empty before the mount exists."""
         length: int
         text: bytes
-        length, text = _DEVICE.unpack_from(self._memory, _DEVICE_PLACE)
+        length, text = _DEVICE.unpack_from(self.mapping, _DEVICE_PLACE)
         return text[:length].decode(errors="replace")
 
     @device.setter
     def device(self, text: str) -> None:
-        _DEVICE.pack_into(self._memory, _DEVICE_PLACE, len(text), text.encode())
+        _DEVICE.pack_into(self.mapping, _DEVICE_PLACE, len(text), text.encode())
 
     # -- sessions --------------------------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class KeptMemory:
         """Return shard -> (record number, session, secret) of the sessions that were not closed."""
         found = {}
         for number in range(self.shard_count):
-            shard, length, secret, session = SHARD.unpack_from(self._memory, self._shard_place(number))
+            shard, length, secret, session = SHARD.unpack_from(self.mapping, self._shard_place(number))
             if length > SECRET_BYTES_MAX:
                 raise CorruptRecord(
                     f"the secret of shard {shard} in the memory that a mount's process left is too long"
@@ -276,25 +276,25 @@ class KeptMemory:
     def keep_session(self, number: int, shard: int, session: int, secret: bytes) -> None:
         """Record the session at a shard (0: none), with all of its slots unused."""
         place = self._shard_place(number)
-        _MARK.pack_into(self._memory, place + SHARD.size - 8, 0)
+        _MARK.pack_into(self.mapping, place + SHARD.size - 8, 0)
         for slot in range(SLOTS_PER_SESSION):
             self.clear_slot(number, slot)
-        SHARD.pack_into(self._memory, place, shard, len(secret), secret, session)
+        SHARD.pack_into(self.mapping, place, shard, len(secret), secret, session)
 
     def keep_slot(self, number: int, slot: int, sequence: int, method: int, unique: int) -> None:
         """Record, before sending, that the change for kernel request `unique` has this sequence number."""
         SLOT.pack_into(
-            self._memory, self._shard_place(number) + SHARD.size + slot * SLOT.size, sequence, method, unique
+            self.mapping, self._shard_place(number) + SHARD.size + slot * SLOT.size, sequence, method, unique
         )
 
     def clear_slot(self, number: int, slot: int) -> None:
-        _MARK.pack_into(self._memory, self._shard_place(number) + SHARD.size + slot * SLOT.size + 16, 0)
+        _MARK.pack_into(self.mapping, self._shard_place(number) + SHARD.size + slot * SLOT.size + 16, 0)
 
     def slots(self, number: int) -> list[tuple[int, int, int, int]]:
         """Return (slot, sequence, method, unique) of changes whose requests were not answered."""
         place = self._shard_place(number) + SHARD.size
         found = [
-            (slot, *SLOT.unpack_from(self._memory, place + slot * SLOT.size))
+            (slot, *SLOT.unpack_from(self.mapping, place + slot * SLOT.size))
             for slot in range(SLOTS_PER_SESSION)
         ]
         return [record for record in found if record[3]]
@@ -302,8 +302,8 @@ class KeptMemory:
     def unpublish(self, index: int) -> None:
         """Revoke other processes' permission to read the file of this handle."""
         place = self.handles.place + index * HANDLE.size + 8
-        (flags,) = _LENGTH.unpack_from(self._memory, place)
-        _LENGTH.pack_into(self._memory, place, flags & ~PUBLISHED)
+        (flags,) = _LENGTH.unpack_from(self.mapping, place)
+        _LENGTH.pack_into(self.mapping, place, flags & ~PUBLISHED)
 
     # -- writes ----------------------------------------------------------------------------------------------------------
 
@@ -330,12 +330,12 @@ class KeptMemory:
         # write stores the same bytes again.
         self.writes.put(index, inode, offset, place, 0, length, length << 1 | last, number)
         if unique:
-            _MARK.pack_into(self._memory, self.writes.place + index * WRITE.size + _UNIQUE_AT, unique)
+            _MARK.pack_into(self.mapping, self.writes.place + index * WRITE.size + _UNIQUE_AT, unique)
         return index, kept
 
     def shorten_write(self, index: int, length: int) -> None:
         """Shorten the piece to its first `length` bytes, at least one."""
-        _LENGTH.pack_into(self._memory, self.writes.place + index * WRITE.size + 32, length)
+        _LENGTH.pack_into(self.mapping, self.writes.place + index * WRITE.size + 32, length)
 
     def drop_write(self, index: int) -> None:
         """Delete a piece: a store has it, or no store ever will."""
@@ -347,7 +347,7 @@ class KeptMemory:
         """Return the pages of an empty arena to the system; do nothing if the arena is not empty."""
         if self.arena.trim():
             try:
-                self._memory.madvise(_MADV_REMOVE, len(self._memory) - len(self.payloads), len(self.payloads))
+                self.mapping.madvise(_MADV_REMOVE, len(self.mapping) - len(self.payloads), len(self.payloads))
             except OSError:
                 pass  # not fatal: the memory merely stays allocated
 

@@ -213,13 +213,13 @@ def test_open_without_a_free_record_leaves_nothing():
             inode = await theirs(kernel, b"f", b"x")
             list_with(kernel, inode, listed(random.Random(1), inode))
             table = kernel.ops.kept.handles
-            free, used = list(table._free), table.used
-            table._free.clear()
+            free, used = list(table.freed), table.used
+            table.freed.clear()
             table.used = HANDLES_MAX
             error, _ = await kernel.once(Op.OPEN, (os.O_RDONLY, 0), node=inode)
             assert error < 0 and not kernel.ops.files.by_handle and not kernel.vfs.cache.open
             assert not kernel.vfs.meta._shard_of(inode).open.get(inode)
-            table._free.extend(free)
+            table.freed.extend(free)
             table.used = used
             opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
             assert [record[-1] for record in table.valid()] == [opened.fh]

@@ -840,12 +840,12 @@ async def test_interrupted_create_ignores_its_late_reply(kernel):
 async def test_create_without_a_free_handle_is_an_error(kernel):
     unique, call = await kernel.pending_create(b"f")
     table = kernel.host.kept.handles
-    free, used = list(table._free), table.used
-    table._free.clear()
+    free, used = list(table.freed), table.used
+    table.freed.clear()
     table.used = HANDLES_MAX
     kernel.proxy.service.handle(call)
     assert (await kernel.receive())[:2] == (unique, -errors.TooManyOpen.errno)
-    table._free.extend(free)
+    table.freed.extend(free)
     table.used = used
     assert (
         not kernel.ops.files.by_handle
@@ -965,12 +965,12 @@ async def test_create_that_would_wait_is_left_to_the_slow_path(kernel):
     left()
     del meta.once.held[900]
     table = kernel.host.kept.handles
-    free, used = list(table._free), table.used
-    table._free.clear()
+    free, used = list(table.freed), table.used
+    table.freed.clear()
     table.used = HANDLES_MAX - 4096
     left()
     table.used = used
-    table._free.extend(free)
+    table.freed.extend(free)
     assert begins()
     compiled.send()
     assert (await kernel.receive())[:2] == (900, 0)

@@ -415,7 +415,7 @@ cdef class FastWrites:
         self.patience_s, self.held_max = writer._options.deadline_s, writer._options.write_buffer_bytes
         self.flight_max, self.contents = writer._options.write_flight_bytes, parts.reader._contents._kept
         self.meta_patience_s = self.meta._options.deadline_s
-        PyObject_GetBuffer(self.memory._memory, &self.kept, PyBUF_WRITABLE)
+        PyObject_GetBuffer(self.memory.mapping, &self.kept, PyBUF_WRITABLE)
         self.base = <uint8_t *>self.kept.buf
         self.payloads_at = self.kept.len - len(self.memory.payloads)
         self.files_at, self.pieces_at = self.files.place, self.pieces.place
@@ -521,7 +521,7 @@ cdef class FastWrites:
         held, in_flight = writer._held, writer._in_flight
         if held and held + length > self.held_max or in_flight and in_flight + length > self.flight_max:
             return False
-        if len(<list>arena._fresh) < 2 or len(pieces._free) + <Py_ssize_t>pieces.count - <Py_ssize_t>pieces.used <= 2:
+        if len(<list>arena.fresh) < 2 or len(pieces.freed) + <Py_ssize_t>pieces.count - <Py_ssize_t>pieces.used <= 2:
             return False
         slots = chunks._slots
         if not slots or chunks._slot_waiters:
@@ -566,12 +566,12 @@ cdef class FastWrites:
         kind = 0
         while length > 1 << kind + ARENA_SMALLEST:
             kind += 1
-        free = arena._free[kind]
+        free = arena.free[kind]
         if free:
             place_key = free.pop()
             place = place_key
-            (<list>arena._used)[place >> ARENA_PIECE] += 1
-            arena._taken += 1
+            (<list>arena.used)[place >> ARENA_PIECE] += 1
+            arena.taken += 1
         else:
             place = place_key = arena.take(size)
         memcpy(self.base + self.payloads_at + place, content, length)
@@ -653,7 +653,7 @@ cdef class FastWrites:
         at = self.base + self.pieces_at + <Py_ssize_t>index * WRITE_BYTES
         place = (<uint64_t *>(at + 16))[0]
         put_mark(at + 40, 0)
-        self.pieces._free.append(index)
+        self.pieces.freed.append(index)
         self.arena.give_back(place)
         written.held -= size
         writer._held -= size

@@ -317,8 +317,8 @@ cdef class CachedReplies:
         self._chunk_bits = self._chunk_mask = 0
         memory = ops.kept
         if memory is not None and type(self._handles) is Handles:
-            self._table, self._free = memory.handles, memory.handles._free
-            PyObject_GetBuffer(memory._memory, &self._view_of_kept, PyBUF_SIMPLE | PyBUF_WRITABLE)
+            self._table, self._free = memory.handles, memory.handles.freed
+            PyObject_GetBuffer(memory.mapping, &self._view_of_kept, PyBUF_SIMPLE | PyBUF_WRITABLE)
             self._kept_handles = <uint8_t *>self._view_of_kept.buf + <Py_ssize_t>memory.handles.place
 
     def __dealloc__(self):

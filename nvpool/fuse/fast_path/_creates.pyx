@@ -393,7 +393,7 @@ cdef class Creates(PendingReply):
         self.keep_s[1], self.keep_ns[1] = requests.keep_attr
         self.ways, self.endpoints, self.waiting = {}, {}, []
         self.handles_place, self.shards_place = memory.handles.place, memory.shards_place
-        PyObject_GetBuffer(memory._memory, &self.view_of_kept, PyBUF_SIMPLE | PyBUF_WRITABLE)
+        PyObject_GetBuffer(memory.mapping, &self.view_of_kept, PyBUF_SIMPLE | PyBUF_WRITABLE)
         self.kept, self.has_kept = <uint8_t *>self.view_of_kept.buf, True
 
     def __dealloc__(self):
@@ -472,7 +472,7 @@ cdef class Creates(PendingReply):
         if unique_key in self.held or unique_key in self.early:
             return False
         # Space for the handle, as Handles.has_room.
-        free, used = len(self.table._free), self.table.used
+        free, used = len(self.table.freed), self.table.used
         if free + handles_max - used <= 4096:
             return False
         cdef bytes name = PyBytes_FromStringAndSize(<const char *>create.name, create.name_bytes)
@@ -596,7 +596,7 @@ cdef class Creates(PendingReply):
         found = PyDict_GetItem(self.work, one.unique)
         if found is NULL or (<tuple><object>found)[0] is not one:
             return False
-        free = table._free
+        free = table.freed
         if not free and table.used >= handles_max:
             return False
         one.is_done = True

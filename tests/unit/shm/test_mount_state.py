@@ -140,7 +140,7 @@ def test_invalid_bytes_raise_only_nvpool_errors(descriptor):
 def test_full_table_raises_too_many_open(descriptor, monkeypatch):
     memory = KeptMemory(descriptor)
     table = mount_state.Table(
-        memory._memory, mount_state._places(16 * MIB)[2], mount_state.LOCK, 3, Word.LOCKS
+        memory.mapping, mount_state._places(16 * MIB)[2], mount_state.LOCK, 3, Word.LOCKS
     )
     taken = [table.take() for _ in range(3)]
     assert taken == [0, 1, 2] and not table.free

@@ -161,8 +161,8 @@ class Case:
             "writes": self.kept.writes.valid(),
             "files": self.kept.files.valid(),
             "kept": vfs.keeping._number,
-            "taken": self.kept.arena._taken,
-            "used": list(self.kept.arena._used[:4]),
+            "taken": self.kept.arena.taken,
+            "used": list(self.kept.arena.used[:4]),
             "slots": sorted(vfs.chunks._slots),
             "sequence": vfs.chunks.sequence,
             "counted": vfs.chunks.counters["writes"],
@@ -601,7 +601,7 @@ def test_many_concurrent_writes_are_stored():
                 content
             )
             await here.vfs.release(handle)
-        assert not here.kept.writes.valid() and not here.kept.files.valid() and here.kept.arena._taken == 0
+        assert not here.kept.writes.valid() and not here.kept.files.valid() and here.kept.arena.taken == 0
         assert (
             len(here.vfs.chunks._slots) == 64
             and here.vfs.writer.held_bytes() == here.vfs.writer._in_flight == 0
