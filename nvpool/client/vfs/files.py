@@ -60,6 +60,23 @@ def rights_of(flags: int) -> int:
     return rights
 
 
+def create_request(
+    parent: int, name: bytes, mode: int, flags: int, caller: Caller, rights: int
+) -> meta_pb2.CreateRequest:
+    """The request that creates and opens `name`, with the caller's umask applied to `mode`."""
+    masked = caller.masked(mode)
+    return meta_pb2.CreateRequest(
+        parent=parent,
+        name=name,
+        mode=stat.S_IFREG | stat.S_IMODE(mode) ^ masked,
+        open=True,
+        rights=rights,
+        exclusive=bool(flags & os.O_EXCL),
+        truncate=bool(flags & os.O_TRUNC),
+        masked=masked,
+    )
+
+
 class CreateCallbacks(Protocol):
     """Callbacks of a submitted create, implemented by the caller of `begin_create`.
 
@@ -199,9 +216,8 @@ class Files:
         """Create the file if it does not exist, and open it. O_EXCL: AlreadyExists if it exists."""
         check_name(name)
         rights = rights_of(flags)
-        exclusive, truncate = bool(flags & os.O_EXCL), bool(flags & os.O_TRUNC)
         cut: OpenInode | None = None
-        if truncate and not exclusive and self._writer.busy:
+        if flags & (os.O_TRUNC | os.O_EXCL) == os.O_TRUNC and self._writer.busy:
             try:
                 cut = self._cache.open.get((await self._lookups.lookup(parent, name)).inode)
             except NotFound:
@@ -210,17 +226,7 @@ class Files:
             self._reader.changed(cut)
             await self._writer.begin_cut(cut, 0)
         try:
-            masked = caller.masked(mode)
-            request = meta_pb2.CreateRequest(
-                parent=parent,
-                name=name,
-                mode=stat.S_IFREG | stat.S_IMODE(mode) ^ masked,
-                open=True,
-                rights=rights,
-                exclusive=exclusive,
-                truncate=truncate,
-                masked=masked,
-            )
+            request = create_request(parent, name, mode, flags, caller, rights)
             self._cache.forget_entry(parent, name)
             sent_s = self._clock.boottime_s()
             place, request.spread = await self._stripes.place(parent, name)
@@ -296,24 +302,12 @@ class Files:
         rights = _RIGHTS.get(flags & os.O_ACCMODE)
         if rights is None or not is_name(name) or not self._stripes.is_together(parent):
             return None
-        exclusive, truncate = bool(flags & os.O_EXCL), bool(flags & os.O_TRUNC)
-        if truncate and not exclusive and self.may_be_written(parent, name):
+        if flags & (os.O_TRUNC | os.O_EXCL) == os.O_TRUNC and self.may_be_written(parent, name):
             return None
-        masked = caller.masked(mode)
-        request = meta_pb2.CreateRequest(
-            parent=parent,
-            name=name,
-            mode=stat.S_IFREG | stat.S_IMODE(mode) ^ masked,
-            open=True,
-            rights=rights,
-            exclusive=exclusive,
-            truncate=truncate,
-            masked=masked,
-        )
         begun = self._meta.begin(
             parent,
             wire_pb2.META_CREATE,
-            request,
+            create_request(parent, name, mode, flags, caller, rights),
             meta_pb2.CreateReply,
             partial(self._made, making, parent, name, mode, flags, caller, self._clock.boottime_s()),
             uid=caller.uid,
