@@ -156,10 +156,14 @@ class Client:
         )
         client = cls(vfs, view, dialer, clock)
         if certified:
-            client._renew(clients, greeting.identity)  # in a node's directory the node's supervisor renews
+            client.start_renewal(
+                clients, greeting.identity
+            )  # in a node's directory the node's supervisor renews
         return client
 
-    def _renew(self, directory: PoolDirectory, identity: TlsIdentity) -> None:
+    def start_renewal(self, directory: PoolDirectory, identity: TlsIdentity) -> None:
+        """Start the task that renews the client's certificate in its directory until `close`."""
+
         def once() -> Awaitable[bool]:
             return renew_once(directory, identity, self._view.map, self.dialer, clock=self._clock)
 

@@ -102,10 +102,10 @@ def listed(rng, inode, *, mode=0o100000, cut=0, punches=0):
 def list_with(kernel, inode, attr, rights=grants.READ, cut=0):
     """Listed with these attributes and that right."""
     grant = grants.sign(grants.Grant(rights, 7, 1 << 63 | 5, inode, cut, ENDS_MS), b"secret")
-    leases = kernel.vfs.leases._leases
+    leases = kernel.vfs.leases.by_inode
     leases[inode] = leases[inode]._replace(grant=grant, until_s=kernel.vfs.clock.boottime_s() + 1000)
     leases[inode].watch.until_s = kernel.vfs.clock.boottime_s() + 1000
-    kernel.vfs.cache._attrs[inode] = pack_entry(5, attr, True, b""), kernel.vfs.clock.boottime_s()
+    kernel.vfs.cache.attrs[inode] = pack_entry(5, attr, True, b""), kernel.vfs.clock.boottime_s()
 
 
 def stored_handles(kernel):
@@ -153,7 +153,7 @@ async def test_listed_files_open_and_close_as_on_the_slow_path(kernel, rng):
             for part in (handle.file.lanes, handle.file.located, handle.file.ahead, handle.ahead.units):
                 assert not part and type(part)() is not part
             await kernel.request(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
-            kept_attr = kernel.vfs.cache._attrs[inode][0]
+            kept_attr = kernel.vfs.cache.attrs[inode][0]
             assert type(kept_attr) is Attr and kept_attr == attr and handle.closed
             found.append((*books, state_of(kernel, inode), stored_handles(kernel)))
         assert found[0] == found[1], turn
@@ -196,13 +196,13 @@ async def test_files_without_a_read_grant_are_left(kernel, rng):
     ):
         list_with(kernel, inode, attr, cut=3)
         if grant is not None:
-            leases = kernel.vfs.leases._leases
+            leases = kernel.vfs.leases.by_inode
             leases[inode] = leases[inode]._replace(grant=grant)
-        before = state_of(kernel, inode), dict(kernel.vfs.cache._attrs), stored_handles(kernel)
+        before = state_of(kernel, inode), dict(kernel.vfs.cache.attrs), stored_handles(kernel)
         assert kernel.on_fast_path(Op.OPEN, (os.O_RDONLY, 0), inode, ()) is None
         assert (
             state_of(kernel, inode),
-            dict(kernel.vfs.cache._attrs),
+            dict(kernel.vfs.cache.attrs),
             stored_handles(kernel),
         ) == before and not kernel.vfs.cache.open
 
@@ -218,7 +218,7 @@ def test_open_without_a_free_record_leaves_nothing():
             table.used = HANDLES_MAX
             error, _ = await kernel.once(Op.OPEN, (os.O_RDONLY, 0), node=inode)
             assert error < 0 and not kernel.ops.files.by_handle and not kernel.vfs.cache.open
-            assert not kernel.vfs.meta._shard_of(inode).open.get(inode)
+            assert not kernel.vfs.meta.shard_session(inode).open.get(inode)
             table.freed.extend(free)
             table.used = used
             opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))

@@ -296,7 +296,7 @@ async def test_listed_attributes_are_served_without_decoding(kernel):
     await kernel.once(Op.LOOKUP, (), names=(b"theirs",))
     opened = await kernel.request(Op.OPENDIR, (0, 0), node=there)
     await kernel.request(Op.READDIR, (int.from_bytes(opened[:8], "little"), 0, 65536, 0, 0, 0), node=there)
-    kept = kernel.vfs.cache._attrs
+    kept = kernel.vfs.cache.attrs
     assert all(type(kept[inode][0]) is bytes for inode in made.values())
     for name, inode in made.items():
         step = kernel.engine.fast_paths.cached_replies.compiled
@@ -339,7 +339,7 @@ async def test_uncached_attributes_are_fetched(kernel):
     assert leases.held(inode) and leases.held(there)
     await kernel.attributes(inode)
     await kernel.name(there, b"f")
-    for watch in {lease.watch for lease in leases._leases.values()}:  # the shard is silent from now on
+    for watch in {lease.watch for lease in leases.by_inode.values()}:  # the shard is silent from now on
         watch.until_s = 0.0
     cache.distrust()
     before = reply_count(kernel.engine.fast_paths.cached_replies.compiled)
@@ -356,7 +356,7 @@ async def theirs(kernel, name, content):
     async with asyncio.timeout(60):
         while (lease := kernel.vfs.leases.held(inode)) is None or not lease.grant:
             kernel.vfs.cache.forget_attr(inode)
-            kernel.vfs.cache._entries.clear()
+            kernel.vfs.cache.entries.clear()
             await kernel.vfs.lookup(1, name)
             await asyncio.sleep(0.01)
     return inode
@@ -366,8 +366,8 @@ def state_of(kernel, inode):
     """State of an inode, open or not, except for numbers and times."""
     vfs, ops = kernel.vfs, kernel.ops
     file = vfs.cache.open.get(inode)
-    shard = vfs.meta._shard_of(inode)
-    lease = vfs.leases._leases.get(inode)
+    shard = vfs.meta.shard_session(inode)
+    lease = vfs.leases.by_inode.get(inode)
     opened = (
         None
         if file is None
@@ -375,7 +375,7 @@ def state_of(kernel, inode):
     )
     return (
         opened,
-        inode in vfs.cache._attrs,
+        inode in vfs.cache.attrs,
         shard.open.get(inode),
         shard.unreported.get(inode),
         lease and lease.grant,
@@ -491,7 +491,7 @@ async def test_times_before_1970_and_large_numbers(kernel):
     inode, handle = await kernel.create_in(there, b"f")
     await kernel.close(inode, handle)
     attr = Attr()
-    attr.CopyFrom(kernel.vfs.cache._attrs[inode][0])
+    attr.CopyFrom(kernel.vfs.cache.attrs[inode][0])
     chance = random.Random(5)
     for change in range(1, 200):
         for field, least, most in (
@@ -510,7 +510,7 @@ async def test_times_before_1970_and_large_numbers(kernel):
         attr.change = change + 1 << 20
         other = Attr()
         other.CopyFrom(attr)
-        kernel.vfs.cache._attrs[inode] = other, kernel.vfs.clock.boottime_s()
+        kernel.vfs.cache.attrs[inode] = other, kernel.vfs.clock.boottime_s()
         await kernel.attributes(inode)
 
 
@@ -670,10 +670,10 @@ async def test_random_states_agree_with_the_slow_path(kernel):
     there = await directory(kernel)
     names = [b"a", b"b", b"x" * 255, b"x" * 256, b"...", b"..a"]
     vfs, chance, said = kernel.vfs, random.Random(1), Counter()
-    cache, leases, watch = vfs.cache, vfs.leases, vfs.meta._shard_of(there).watch
+    cache, leases, watch = vfs.cache, vfs.leases, vfs.meta.shard_session(there).watch
     directories, inodes = [there, there + 1000], [there + 2000 + number for number in range(4)]
     other, until_s = ShardWatch(), watch.until_s
-    tables = (cache._attrs, cache._entries, cache._whole, cache.open, leases._leases, watch.ended)
+    tables = (cache.attrs, cache.entries, cache.complete_dirs, cache.open, leases.by_inode, watch.ended)
     for _ in range(1500):
         now_s = vfs.clock.boottime_s()
         for table in tables:
@@ -681,10 +681,10 @@ async def test_random_states_agree_with_the_slow_path(kernel):
         watch.floor_s = chance.choice([NEVER_S, now_s - 10, now_s + 10])
         watch.until_s = chance.choice([now_s + 100, now_s + 100, now_s - 1])
         other.until_s = chance.choice([now_s + 100, now_s - 1, NEVER_S])
-        cache._trusted_from_s = chance.choice([NEVER_S, NEVER_S, now_s - 5, now_s + 5, now_s])
+        cache.trusted_from_s = chance.choice([NEVER_S, NEVER_S, now_s - 5, now_s + 5, now_s])
         for inode in directories + inodes:
             if chance.random() < 0.6:
-                leases._leases[inode] = InodeLease(
+                leases.by_inode[inode] = InodeLease(
                     now_s + chance.choice([-1, 100, 100]),
                     now_s + chance.choice([-20, -1]),
                     b"",
@@ -711,19 +711,19 @@ async def test_random_states_agree_with_the_slow_path(kernel):
                         file.written = DirtyFile(file)
                         file.written.wrote = chance.random() < 0.4
                 else:
-                    cache._attrs[inode] = (
+                    cache.attrs[inode] = (
                         (pack_entry(0, attr, True, b"") if chance.random() < 0.5 else attr),
                         born_s,
                     )
         for one in directories:
             if chance.random() < 0.5:
-                cache._whole[one] = CompleteDirectory(
+                cache.complete_dirs[one] = CompleteDirectory(
                     chance.choice([1, 7]), chance.choice([None, None, set()])
                 )
-                cache._whole[one].names = {name for name in names if chance.random() < 0.3}
+                cache.complete_dirs[one].names = {name for name in names if chance.random() < 0.3}
             for name in names:
                 if chance.random() < 0.6:
-                    cache._entries[one, name] = (
+                    cache.entries[one, name] = (
                         chance.choice([0, *inodes]),
                         now_s + chance.choice([-1000, -0.02, 0]),
                         now_s + chance.choice([-15, -0.5, 0]),
@@ -748,7 +748,7 @@ async def test_random_states_agree_with_the_slow_path(kernel):
     assert min(said[answer] for answer in (None, 0, -errno.ENOENT)) > 200
     for table in tables:
         table.clear()
-    watch.floor_s, watch.until_s, cache._trusted_from_s = NEVER_S, until_s, NEVER_S
+    watch.floor_s, watch.until_s, cache.trusted_from_s = NEVER_S, until_s, NEVER_S
 
 
 def test_client_without_leases_trusts_its_cache_briefly():

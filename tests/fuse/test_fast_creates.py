@@ -131,7 +131,7 @@ class Mounted(Reading):
 
     @property
     def state(self):
-        return self.vfs.meta._shards[1]
+        return self.vfs.meta.shards[1]
 
     @property
     def proxy(self):
@@ -212,17 +212,17 @@ class Mounted(Reading):
                 (inode, untimed(file.attr), [getattr(file, slot) for slot in slots], *self.grant_of(file))
                 for inode, file in cache.open.items()
             ],
-            "attrs": [(inode, untimed(attr), born_s) for inode, (attr, born_s) in cache._attrs.items()],
-            "entries": [(place, found[:3], lease_of(found[3])) for place, found in cache._entries.items()],
-            "renamed": list(cache._renamed_s.items()),
-            "floor": cache._renamed_floor_s,
+            "attrs": [(inode, untimed(attr), born_s) for inode, (attr, born_s) in cache.attrs.items()],
+            "entries": [(place, found[:3], lease_of(found[3])) for place, found in cache.entries.items()],
+            "renamed": list(cache.renamed_s.items()),
+            "floor": cache.renamed_floor_s,
             "whole": [
                 (inode, whole.change, sorted(whole.names), whole.ours)
-                for inode, whole in cache._whole.items()
+                for inode, whole in cache.complete_dirs.items()
             ],
             "whole names": cache._whole_names,
-            "leases": [(inode, lease_of(lease)) for inode, lease in leases._leases.items()],
-            "number": leases._number,
+            "leases": [(inode, lease_of(lease)) for inode, lease in leases.by_inode.items()],
+            "number": leases.last_number,
             "watch": (
                 self.state.watch.floor_s,
                 dict(self.state.watch.ended),
@@ -897,8 +897,8 @@ async def test_create_that_would_wait_is_left_to_the_slow_path(kernel):
         before, noted = dict(meta.counters), kernel.host.kept.slots(state.record)
         slots, entries, renamed = (
             list(state.slots),
-            dict(kernel.vfs.cache._entries),
-            dict(kernel.vfs.cache._renamed_s),
+            dict(kernel.vfs.cache.entries),
+            dict(kernel.vfs.cache.renamed_s),
         )
         assert not begins(raw)
         assert (
@@ -908,8 +908,8 @@ async def test_create_that_would_wait_is_left_to_the_slow_path(kernel):
         )
         assert (
             list(state.slots) == slots
-            and kernel.vfs.cache._entries == entries
-            and kernel.vfs.cache._renamed_s == renamed
+            and kernel.vfs.cache.entries == entries
+            and kernel.vfs.cache.renamed_s == renamed
         )
 
     def other(**more):
@@ -944,7 +944,7 @@ async def test_create_that_would_wait_is_left_to_the_slow_path(kernel):
     for place, value in (
         (state, ("session", 0)),
         (state, ("met", None)),
-        (meta, ("_closed", True)),
+        (meta, ("closed", True)),
         (state, ("waiting", [1])),
         (state.met, ("closed", True)),
         (state.met, ("_writable", False)),

@@ -89,7 +89,7 @@ class Mounted(Reading):
 
     def assert_nothing_left(self):
         assert not self.engine.requests.work
-        for lane in self.vfs.chunks._lanes.values():
+        for lane in self.vfs.chunks.lanes.values():
             assert not lane.in_flight
         for connection in self.connections():
             assert (not connection._in_flight and connection.closed) or not [
@@ -97,7 +97,7 @@ class Mounted(Reading):
             ]
 
     def connections(self):
-        return list(self.vfs.chunks._dialer._live.values())
+        return list(self.vfs.chunks.dialer._live.values())
 
 
 @asynccontextmanager
@@ -289,7 +289,7 @@ async def test_changed_reply_gives_right_bytes_or_an_error(kernel):
         proxy = next(
             proxy
             for proxy in proxies
-            if proxy.service.target == kernel.vfs.chunks._lanes[proxy.service.target].target
+            if proxy.service.target == kernel.vfs.chunks.lanes[proxy.service.target].target
         )
         for proxy in proxies:
             if bytes(call.message)[10] == proxy.service.target:
@@ -531,7 +531,7 @@ def test_unmounted_engine_does_not_wait_for_replies():
             host.instead(None)
             for call in calls:
                 host.proxies[bytes(call.message)[10]].service.handle(call)
-            await until(lambda: not [lane for lane in host.vfs.chunks._lanes.values() if lane.in_flight])
+            await until(lambda: not [lane for lane in host.vfs.chunks.lanes.values() if lane.in_flight])
 
     run_whole(work(), 120)
 

@@ -103,32 +103,32 @@ async def test_concurrent_reads_of_every_length_are_right(kernel):
             asked[kernel.send_read(number, offset, length)] = content[offset : offset + length]
         for unique, (error, answer) in (await kernel.answers(asked)).items():
             assert not error and answer == asked[unique]
-    assert kernel.vfs.reader._contents.counters["small_hits"] >= len(numbers), (
+    assert kernel.vfs.reader.contents.counters["small_hits"] >= len(numbers), (
         "the second read needs no message"
     )
     for inode in (handle.inode for handle in map(kernel.handle, (number for number, _ in numbers))):
-        assert kernel.vfs.reader._contents._kept[inode][1] in contents
+        assert kernel.vfs.reader.contents.kept[inode][1] in contents
 
 
 @on_both_paths
 async def test_cache_and_statistics_are_the_same(kernel):
     contents = [some(size, seed) for seed, size in enumerate(SIZES)]
-    chunks, kept = kernel.vfs.chunks, kernel.vfs.reader._contents
+    chunks, kept = kernel.vfs.chunks, kernel.vfs.reader.contents
     inodes = await kernel.make(contents)
     numbers = [await kernel.open(inode) for inode in inodes]
     before = (
         chunks.counters["reads"],
         kept.counters["small_reads"],
-        kept._bytes,
+        kept.byte_count,
         kernel.engine.requests.read_bytes + kernel.engine.fast_paths.read_bytes,
     )
     asked = {kernel.send_read(number, 0, 64 * KIB) for number in numbers}
     assert not [error for error, _ in (await kernel.answers(asked)).values() if error]
     assert chunks.counters["reads"] - before[0] == kept.counters["small_reads"] - before[1] == len(SIZES)
-    assert kept._bytes - before[2] == sum(SIZES) + 300 * len(SIZES)
+    assert kept.byte_count - before[2] == sum(SIZES) + 300 * len(SIZES)
     assert kernel.engine.requests.read_bytes + kernel.engine.fast_paths.read_bytes - before[3] == sum(SIZES)
     for inode in inodes:
-        change, content, read_s = kept._kept[inode]
+        change, content, read_s = kept.kept[inode]
         assert (
             change == kernel.vfs.cache.open[inode].attr.change
             and content in contents
@@ -141,8 +141,8 @@ async def test_cache_and_statistics_are_the_same(kernel):
 
 @on_both_paths
 async def test_cache_stays_within_its_limit(kernel):
-    kept = kernel.vfs.reader._contents
-    kept._bytes_max = kept._bytes + 3 * (BLOCK + 300)
+    kept = kernel.vfs.reader.contents
+    kept.bytes_max = kept.byte_count + 3 * (BLOCK + 300)
     contents = [some(BLOCK, seed) for seed in range(12)]
     inodes = await kernel.make(contents)
     numbers = [await kernel.open(inode) for inode in inodes]
@@ -151,8 +151,8 @@ async def test_cache_stays_within_its_limit(kernel):
     }
     for unique, (error, answer) in (await kernel.answers(asked)).items():
         assert not error and answer == asked[unique]
-    assert kept._bytes <= kept._bytes_max
-    assert kept._bytes == sum(len(content) + 300 for _, content, _ in kept._kept.values())
+    assert kept.byte_count <= kept.bytes_max
+    assert kept.byte_count == sum(len(content) + 300 for _, content, _ in kept.kept.values())
 
 
 @on_both_paths
@@ -477,7 +477,7 @@ async def test_file_written_during_the_read_is_not_cached(kernel):
     for call in calls:
         proxy_of(kernel, call).service.handle(call)
     assert await kernel.receive() == (unique, 0, some(6000, 1))
-    assert inode not in kernel.vfs.reader._contents
+    assert inode not in kernel.vfs.reader.contents
     assert await kernel.read(number, 0, 8 * KIB) == b"new" + some(6000, 1)[3:]
     await kernel.vfs.flush(handle)
     await kernel.vfs.release(handle)
@@ -495,7 +495,7 @@ async def test_file_closed_during_the_read_leaves_nothing(kernel):
     for call in calls:
         proxy_of(kernel, call).service.handle(call)
     assert await kernel.receive() == (unique, 0, some(6000, 1))
-    assert inode not in kernel.vfs.reader._contents and inode not in kernel.vfs.cache.open
+    assert inode not in kernel.vfs.reader.contents and inode not in kernel.vfs.cache.open
 
 
 async def opened_by_lease(kernel, content):
@@ -520,7 +520,7 @@ async def test_unreported_open_is_valid_during_its_lease(kernel):
     await wait_for_requests(kernel, calls)
     kernel.host.instead(None)
     file.unreported = True
-    kernel.vfs.leases._leases.pop(file.inode, None)
+    kernel.vfs.leases.by_inode.pop(file.inode, None)
     for call in calls:
         proxy_of(kernel, call).service.handle(call)
     assert await kernel.receive() == (unique, 0, some(6000, 2))
@@ -536,7 +536,7 @@ async def test_zeros_of_a_removed_file_are_an_error(kernel):
     await wait_for_requests(kernel, calls)
     kernel.host.instead(None)
     file.unreported = True
-    kernel.vfs.leases._leases.pop(file.inode, None)
+    kernel.vfs.leases.by_inode.pop(file.inode, None)
 
     async def gone(inode):
         raise errors.NotFound
@@ -555,7 +555,7 @@ async def test_end_of_a_file_without_lease_is_refreshed(kernel):
     (inode,) = await kernel.make([some(6000, 1)])
     number = await kernel.open(inode)
     file = kernel.handle(number).file
-    kernel.vfs.leases._leases.pop(inode, None)
+    kernel.vfs.leases.by_inode.pop(inode, None)
     file.attr_born_s = leases.NEVER_S
     asked = []
     refresh, kernel.vfs.reader._refresh = (
@@ -734,7 +734,7 @@ def test_unmounted_engine_does_not_wait_for_replies():
             host.instead(None)
             for call in calls:
                 proxy_of(kernel, call).service.handle(call)
-            await until(lambda: not [lane for lane in host.vfs.chunks._lanes.values() if lane.in_flight])
+            await until(lambda: not [lane for lane in host.vfs.chunks.lanes.values() if lane.in_flight])
 
     run_whole(work(), 120)
 

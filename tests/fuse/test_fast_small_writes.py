@@ -74,13 +74,11 @@ class Mounted(Kernel):
     async def hold_stores(self) -> None:
         """Hold back the messages to stores from now on."""
         for target in self.vfs.view.map.targets:
-            connection = await self.vfs.chunks._dialer.connect(
-                target.endpoints, SYSTEM_CLOCK.boottime_s() + 5
-            )
+            connection = await self.vfs.chunks.dialer.connect(target.endpoints, SYSTEM_CLOCK.boottime_s() + 5)
             connection._transport = Holding(connection._transport, self.held)
 
     async def release_stores(self) -> None:
-        for connection in self.vfs.chunks._dialer._live.values():
+        for connection in self.vfs.chunks.dialer._live.values():
             if type(connection._transport) is Holding:
                 connection._transport = connection._transport.transport
         for transport, frame in self.held:
@@ -90,7 +88,7 @@ class Mounted(Kernel):
     def reply_from_stores(self, status: int) -> None:
         """Reply with this status to all messages that were sent to stores."""
         message = encode_write_reply(1, status.to_bytes(2, "little") + bytes(14))
-        for connection in self.vfs.chunks._dialer._live.values():
+        for connection in self.vfs.chunks.dialer._live.values():
             if type(connection._transport) is Holding:
                 connection._transport = connection._transport.transport
                 for number in list(connection._in_flight):
@@ -99,8 +97,8 @@ class Mounted(Kernel):
 
     def assert_nothing_left(self) -> None:
         writer = self.vfs.writer
-        assert not self.engine.requests.work and not self.kept.writes.valid() and not writer._begun
-        assert writer._held == writer._in_flight == 0 and len(self.vfs.chunks._slots) == 64
+        assert not self.engine.requests.work and not self.kept.writes.valid() and not writer.begun
+        assert writer.held == writer.in_flight == 0 and len(self.vfs.chunks.slots) == 64
 
 
 class Holding:
@@ -321,7 +319,7 @@ async def test_refusal_of_an_old_session_keeps_the_new_one(kernel):
     handles = [(await kernel.new(name))[1] for name in (b"a", b"b")]
     for handle in handles:
         await kernel.write(handle, bytes(4096))
-    connection = meta._shards[1].met
+    connection = meta.shards[1].met
     connection._transport = Holding(connection._transport, kernel.held)
     asked = [kernel.send(Op.FLUSH, (handle, 0, 77)) for handle in handles]
     numbers = []

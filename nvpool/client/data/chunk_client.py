@@ -113,21 +113,21 @@ class ChunkClient:
         renew: Callable[[OpenInode, int], Awaitable[None]],
         keys: VolumeKeys,
     ):
-        self._view = view
-        self._dialer = dialer
-        self._options = options
-        self._clock = clock
+        self.view = view
+        self.dialer = dialer
+        self.options = options
+        self.clock = clock
         self._renew = renew
         self._keys = keys
         self.ended = DataLossCheck(view, renew)
         self._loop = asyncio.get_running_loop()
-        self._lanes: dict[int, ReadQueue] = {}
+        self.lanes: dict[int, ReadQueue] = {}
         self.epoch = view.map.epoch
         self.sequence = 0
-        self._slots = list(range(SLOTS_PER_SESSION))
-        self._slot_waiters: deque[asyncio.Future] = deque()
+        self.slots = list(range(SLOTS_PER_SESSION))
+        self.slot_waiters: deque[asyncio.Future] = deque()
         self._tasks: set[asyncio.Task] = set()
-        self._read_flags = CLIENT_CACHES if options.direct_reads else 0
+        self.read_flags = CLIENT_CACHES if options.direct_reads else 0
         self._held: list[ReadQueue] | None = None  # target queues with reads that wait for send_held
         self.replicas = Replicas(view, clock, dialer.greeting.host_id, options.rack, self.lane)
         self.hedging = Hedging(clock, self._is_late, self._look_for_slow)
@@ -145,7 +145,7 @@ class ChunkClient:
     def _map_changed(self, pool_map) -> None:
         self.epoch = pool_map.epoch
         self.replicas.use_map(pool_map)
-        for lane in self._lanes.values():
+        for lane in self.lanes.values():
             target = pool_map.target_by_id.get(lane.target)
             if target is not None:
                 lane.endpoints, lane.distance = target.endpoints, self.replicas.distance(target)
@@ -162,12 +162,12 @@ class ChunkClient:
     # -- targets -------------------------------------------------------------------------------------------------------
 
     def lane(self, target: int) -> ReadQueue:
-        lane = self._lanes.get(target)
+        lane = self.lanes.get(target)
         if lane is None:
-            known = self._view.map.target_by_id.get(target)
+            known = self.view.map.target_by_id.get(target)
             if known is None:
                 raise StaleEpoch(f"the pool map does not know target {target}")
-            lane = self._lanes[target] = ReadQueue(target, known.endpoints, self.replicas.distance(known))
+            lane = self.lanes[target] = ReadQueue(target, known.endpoints, self.replicas.distance(known))
         return lane
 
     def find_lane(self, file: OpenInode, index: int, tried: tuple[ReadQueue, ...] = ()) -> ReadQueue:
@@ -218,7 +218,7 @@ class ChunkClient:
     ) -> None:
         """As `read`, into the caller's future. `missed`: the caller has just tried a read from memory."""
         job = Read(
-            file, index, offset, length, into, future, self._clock.boottime_s() + self._options.deadline_s
+            file, index, offset, length, into, future, self.clock.boottime_s() + self.options.deadline_s
         )
         file.grant_used = True
         if file.encrypted and file.key is None:
@@ -301,7 +301,7 @@ class ChunkClient:
             self.send(lane, jobs[at : at + each])
 
     def send(self, lane: ReadQueue, jobs: list[Read]) -> None:
-        connection = self._dialer.live(lane.endpoints)
+        connection = self.dialer.live(lane.endpoints)
         if connection is None:
             self._own_reads(self._send_when_connected(lane, jobs), jobs)
             return
@@ -312,7 +312,7 @@ class ChunkClient:
 
     async def _send_when_connected(self, lane: ReadQueue, jobs: list[Read]) -> None:
         try:
-            connection = await self._dialer.connect(lane.endpoints, self.connect_until_s(jobs[0].deadline_s))
+            connection = await self.dialer.connect(lane.endpoints, self.connect_until_s(jobs[0].deadline_s))
         except NvpoolError as error:
             self._all_again(jobs, error, lane)
             return
@@ -323,14 +323,14 @@ class ChunkClient:
 
         A host that is gone sends nothing back.
         """
-        return min(deadline_s, self._clock.boottime_s() + LATE_S) if self.replicas.several else deadline_s
+        return min(deadline_s, self.clock.boottime_s() + LATE_S) if self.replicas.several else deadline_s
 
     def _submit(self, connection, lane: ReadQueue, jobs: list[Read]) -> None:
         if len(jobs) == 1:
             job = jobs[0]
             grants = [job.file.grant]
             reads = reads_struct(1).pack(
-                job.file.inode, job.index, job.offset, job.length, 0, self._read_flags
+                job.file.inode, job.index, job.offset, job.length, 0, self.read_flags
             )
             into, verify = job.into, job.verify
         else:
@@ -344,7 +344,7 @@ class ChunkClient:
                     job.offset,
                     job.length,
                     places.setdefault(file.grant, len(places)),
-                    self._read_flags,
+                    self.read_flags,
                 )
             grants = list(places)
             reads = reads_struct(len(jobs)).pack(*flat)
@@ -438,7 +438,7 @@ class ChunkClient:
             self.map_changed_files()  # drop the target queues that files chose while this target answered
 
     def _look_for_slow(self) -> None:
-        if self.replicas.shun_slow(self._lanes.values()):
+        if self.replicas.shun_slow(self.lanes.values()):
             self.map_changed_files()
 
     def _all_again(self, jobs: list[Read], error: BaseException, lane: ReadQueue) -> None:
@@ -462,7 +462,7 @@ class ChunkClient:
             return
         if isinstance(error, Damaged):
             targets: tuple[int, ...] = ()
-            if job.file.layout.table in self._view.map.table_by_id:
+            if job.file.layout.table in self.view.map.table_by_id:
                 targets = self.chain(job.file, job.index).readable
             if isinstance(error, BytesLost) or (job.verify and job.tries >= max(1, len(targets))):
                 log.error(
@@ -508,7 +508,7 @@ class ChunkClient:
         rights: int,
     ) -> None:
         """Handle `error` before a retry. When the deadline has passed, raise it with `reason`."""
-        left = deadline_s - self._clock.boottime_s()
+        left = deadline_s - self.clock.boottime_s()
         if left <= 0:
             raise at_the_deadline(error, reason)
         if isinstance(error, (StaleGrant, StaleSession)):
@@ -516,7 +516,7 @@ class ChunkClient:
                 await self._pause(error, tries, left)
             await self._renew(file, rights)
         elif isinstance(error, (StaleEpoch, WrongTarget)):
-            if not await self._view.refresh():
+            if not await self.view.refresh():
                 await self._pause(error, tries, left)
         elif isinstance(error, StaleIdentity):
             await until_known(error, tries, left)
@@ -524,7 +524,7 @@ class ChunkClient:
             await self._pause(error, tries, left)
 
     async def _pause(self, error: NvpoolError, tries: int, left_s: float) -> None:
-        await pause(error, tries, left_s, self._view, self._options, self._clock)
+        await pause(error, tries, left_s, self.view, self.options, self.clock)
 
     def own(self, work) -> asyncio.Task:
         task = self._loop.create_task(work)
@@ -582,7 +582,7 @@ class ChunkClient:
 
         The caller must use the route immediately, before any other task can take its place.
         """
-        if not self._slots or self._slot_waiters:
+        if not self.slots or self.slot_waiters:
             return None
         try:
             chain = self.chain(file, index)
@@ -591,7 +591,7 @@ class ChunkClient:
             return None
         if len(chain.targets) > 1 or chain.joining or file.encrypted:
             return None
-        connection = self._dialer.live(lane.endpoints)
+        connection = self.dialer.live(lane.endpoints)
         return None if connection is None else (chain, lane, connection)
 
     def begin_write(
@@ -610,7 +610,7 @@ class ChunkClient:
         self.counters["writes"] += 1
         self.sequence += 1
         file.grant_used = True
-        writing = SubmittedWrite(self, file, index, way[0].epoch, self._slots.pop(), self.sequence, on_end)
+        writing = SubmittedWrite(self, file, index, way[0].epoch, self.slots.pop(), self.sequence, on_end)
         writing.send(way, self.epoch, offset, length, parts, checksums, deadline_s)
         return writing
 
@@ -621,8 +621,8 @@ class ChunkClient:
 
     def leave(self, writing: SubmittedWrite) -> None:
         """Release the request id of the write."""
-        self._slots.append(writing.slot)
-        self._wake()
+        self.slots.append(writing.slot)
+        self.wake_slot_waiter()
 
     async def write(
         self,
@@ -676,32 +676,33 @@ class ChunkClient:
             self.sequence += 1
             return await work(slot, self.sequence)
         finally:
-            self._slots.append(slot)
-            self._wake()
+            self.slots.append(slot)
+            self.wake_slot_waiter()
 
-    def _wake(self) -> None:
-        while self._slot_waiters:
-            waiter = self._slot_waiters.popleft()
+    def wake_slot_waiter(self) -> None:
+        """Wake the first task that waits for a slot; called when a slot was put back into `slots`."""
+        while self.slot_waiters:
+            waiter = self.slot_waiters.popleft()
             if not waiter.done():
                 waiter.set_result(None)
                 return
 
     async def _take_slot(self, deadline_s: float) -> int:
-        while not self._slots:
+        while not self.slots:
             waiter = self._loop.create_future()
-            self._slot_waiters.append(waiter)
+            self.slot_waiters.append(waiter)
             try:
-                async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
+                async with asyncio.timeout(max(0.0, deadline_s - self.clock.boottime_s())):
                     await waiter
             except BaseException as error:
-                if self._slots:
-                    self._wake()  # woken and cancelled at the same time: pass the slot on to the next waiter
+                if self.slots:
+                    self.wake_slot_waiter()  # woken and cancelled at the same time: pass the slot on to the next waiter
                 if not isinstance(error, TimeoutError):
                     raise
                 raise DeadlineExceeded(
                     "all request slots stayed in use by earlier writes", may_be_applied=False
                 ) from None
-        return self._slots.pop()
+        return self.slots.pop()
 
     async def _write(
         self,
@@ -741,7 +742,7 @@ class ChunkClient:
                 )
                 self.counters["writes"] += 1
                 file.grant_used = True
-                call = self._dialer.call(
+                call = self.dialer.call(
                     lane.endpoints,
                     wire_pb2.DATA_WRITE,
                     message.SerializeToString(),
@@ -796,10 +797,10 @@ class ChunkClient:
         try:
             while not asked.done():
                 done, _ = await asyncio.wait(
-                    [asked, self._view.next], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED
+                    [asked, self.view.next], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED
                 )
                 if not done:
-                    self._view.follow()
+                    self.view.follow()
                 elif not asked.done() and moved():
                     raise StaleEpoch("others hold the chunks by now")
             return asked.result()
@@ -808,10 +809,10 @@ class ChunkClient:
 
     async def flush(self, places: Mapping[WrittenAt, int | None]) -> set[WrittenAt]:
         """Commit unstable writes; see StoreCommit.flush (client/data/unstable_writes)."""
-        return await self._flushing.flush(places, self._clock.boottime_s() + self._options.deadline_s)
+        return await self._flushing.flush(places, self.clock.boottime_s() + self.options.deadline_s)
 
     def _call(self, target: int, method: int, message: bytes, deadline_s: float) -> Awaitable:
-        return self._dialer.call(self.lane(target).endpoints, method, message, deadline_s=deadline_s)
+        return self.dialer.call(self.lane(target).endpoints, method, message, deadline_s=deadline_s)
 
     async def ask_target(self, target: int, method: int, request, deadline_s: float) -> bytes:
         """Send a repeatable request to a target; retry until the deadline. Return the encoded reply."""
@@ -819,16 +820,16 @@ class ChunkClient:
         while True:
             try:
                 lane = self.lane(target)
-                reply = await self._dialer.call(
+                reply = await self.dialer.call(
                     lane.endpoints, method, request.SerializeToString(), deadline_s=deadline_s
                 )
                 return bytes(reply.message)
             except (StaleEpoch, StaleTenure, WrongTarget, Unavailable) as error:
                 tries, reason = tries + 1, reason_of(error, reason)
-                left = deadline_s - self._clock.boottime_s()
+                left = deadline_s - self.clock.boottime_s()
                 if left <= 0:
                     raise at_the_deadline(error, reason) from None
-                if not (isinstance(error, Stale) and await self._view.refresh()):
+                if not (isinstance(error, Stale) and await self.view.refresh()):
                     await self._pause(error, tries, left)
                 if hasattr(request, "map_epoch"):
                     request.map_epoch = self.epoch

@@ -95,14 +95,14 @@ class Reader:
         refresh: Callable[[OpenInode, int], Awaitable[None]],
     ):
         self._leases = leases
-        self._contents = Contents(options.small_bytes, leases, clock)
+        self.contents = Contents(options.small_bytes, leases, clock)
         self._chunks = chunks
         self._batches = batches
         self._writer = writer
         self._options = options
         self._clock = clock
         self._refresh = refresh
-        self._ahead_bytes = 0
+        self.ahead_bytes = 0
         self.counters = {"ahead_hits": 0, "ahead_bytes": 0}
 
     async def read(
@@ -276,14 +276,14 @@ class Reader:
     def content(self, file: OpenInode) -> bytes | None:
         """All bytes of a small file if they are cached and current; else None."""
         return (
-            self._contents.get(file.inode, file.attr.change)
+            self.contents.get(file.inode, file.attr.change)
             if file.written is None and not file.lost
             else None
         )
 
     def has_content(self, file: OpenInode) -> bool:
         """Whether `content` may return bytes."""
-        return file.inode in self._contents
+        return file.inode in self.contents
 
     def content_now(self, file: OpenInode, offset: int, length: int) -> memoryview | None:
         """As `read`, if the content is cached and the file's end needs no request; else None."""
@@ -300,10 +300,10 @@ class Reader:
 
     def forget_content(self, inode: int) -> None:
         """Drop the cached content, because the file changes here or may change unnoticed."""
-        self._contents.forget(inode)
+        self.contents.forget(inode)
 
     def forget_contents(self) -> None:
-        self._contents.forget_all()
+        self.contents.forget_all()
 
     def target_of(self, file: OpenInode) -> int:
         """The target that has the file's first bytes; 0 if it is not known now."""
@@ -348,10 +348,10 @@ class Reader:
         for part in parts:
             all_of_it = part.finish - part.offset == len(content)
             part.end(content if all_of_it else memoryview(content)[part.offset : part.finish], None)
-        self._contents.counters["small_reads"] += 1
+        self.contents.counters["small_reads"] += 1
         # after a local write, truncation or lock during the fetch the content may be too old to be cached
         if wanted and file.attr.change == whole.change and file.written is None:
-            self._contents.put(file.inode, whole.change, content, whole.asked_s)
+            self.contents.put(file.inode, whole.change, content, whole.asked_s)
 
     async def _read_over(self, file: OpenInode, offset: int, length: int, laid: list) -> memoryview:
         if len(laid) == 1 and laid[0][0] == offset and laid[0][1] == offset + length:
@@ -405,17 +405,17 @@ class Reader:
             unit = ahead.far
             start = unit << bits
             count = min(1 << bits, size - start) + 4095 & -4096
-            if self._ahead_bytes + count > self._options.read_ahead_bytes_max:
+            if self.ahead_bytes + count > self._options.read_ahead_bytes_max:
                 break
             future = self._chunks.read(file, start >> file.chunk_bits, start & file.chunk_mask, count)
             future.add_done_callback(_seen)
             ahead.units[unit] = ReadAheadUnit(future, count, now_s, min(start + (1 << bits), size))
-            self._ahead_bytes += count
+            self.ahead_bytes += count
             self.counters["ahead_bytes"] += count
             ahead.far += 1
         behind = (end >> bits) - 1  # one unit behind is kept, for requests that were overtaken
         for unit in [u for u in ahead.units if u < behind]:
-            self._ahead_bytes -= ahead.units.pop(unit).bytes
+            self.ahead_bytes -= ahead.units.pop(unit).bytes
         return True
 
     async def _from_units(
@@ -463,7 +463,7 @@ class Reader:
     def forget(self, file: OpenInode, ahead: ReadAheadState) -> None:
         """Drop the handle's read-ahead; the handle starts again as a random reader."""
         for unit in ahead.units.values():
-            self._ahead_bytes -= unit.bytes
+            self.ahead_bytes -= unit.bytes
         ahead.units.clear()
         ahead.run = ahead.reads = ahead.window = ahead.far = 0
         ahead.next = -1
@@ -472,7 +472,7 @@ class Reader:
     def changed(self, file: OpenInode) -> None:
         """Drop all fetched bytes of the file, because it is written, truncated or locked here."""
         file.fetching = None
-        self._contents.forget(file.inode)
+        self.contents.forget(file.inode)
         for ahead in list(file.ahead):
             place = ahead.next
             self.forget(file, ahead)
@@ -481,7 +481,7 @@ class Reader:
     @property
     def kept_count(self) -> int:
         """Reads that were answered from cached small files."""
-        return self._contents.counters["small_hits"]
+        return self.contents.counters["small_hits"]
 
     async def read_many(self, reads, into: memoryview) -> None:
         """Read each (open inode, offset, length, place in `into`); all lie within their files.

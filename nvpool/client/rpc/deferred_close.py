@@ -32,7 +32,7 @@ class DeferredClose:
 
         A failed report does no harm: the service forgets the registrations with the session.
         """
-        state = self._shard_of(inode)
+        state = self.shard_session(inode)
         left = state.open.get(inode, 0) - count
         if left > 0:
             state.open[inode] = left
@@ -61,14 +61,14 @@ class DeferredClose:
             state.releasing = asyncio.create_task(self._release_soon(state))
 
     async def _release_soon(self, state: ShardSession) -> None:
-        while (state.released or state.given_up) and state.session and not self._closed:
-            await asyncio.sleep(self._options.release_s)
+        while (state.released or state.given_up) and state.session and not self.closed:
+            await asyncio.sleep(self.options.release_s)
             await self._release_now(state)
 
     async def release_now(self, inode: int) -> None:
         """Report all files of the inode's shard that were closed, as far as the shard answers."""
-        state = self._shard_of(inode)
-        while state.released and state.session and not self._closed:
+        state = self.shard_session(inode)
+        while state.released and state.session and not self.closed:
             count = len(state.released)
             await self._release_now(state)
             if len(state.released) >= count:
@@ -82,25 +82,25 @@ class DeferredClose:
         session = state.session
         request = meta_pb2.ReleaseRequest(
             session=session,
-            map_epoch=self._view.map.epoch,
+            map_epoch=self.view.map.epoch,
             inodes=read_write_codec.pack_inodes(released),
             slots=given_up,
         )
         state.leaving.append(released)
         try:
-            await self._send(state, wire_pb2.META_RELEASE, request, self._clock.boottime_s() + 10.0)
+            await self.send(state, wire_pb2.META_RELEASE, request, self.clock.boottime_s() + 10.0)
         except NvpoolError as error:
             if state.session == session and not isinstance(error, StaleSession):
                 state.given_up += given_up  # may be sent twice
             if isinstance(error, WrongShard):
                 for inode in released:  # each at its present shard
-                    self.release_at(self._shard_of(inode), [inode])
-                await self._view.refresh()
+                    self.release_at(self.shard_session(inode), [inode])
+                await self.view.refresh()
             elif (
                 not error.may_be_applied and state.session == session and not isinstance(error, StaleSession)
             ):
                 state.released.extend(released)
-                await asyncio.sleep(self._options.retry_last_s)
+                await asyncio.sleep(self.options.retry_last_s)
         finally:
             state.leaving.remove(released)
 
@@ -114,7 +114,7 @@ class DeferredClose:
         held = {
             inode: count
             for inode, count in HELD.iter_unpack(packed)
-            if inode not in closing and not any(inode in other.open for other in self._shards.values())
+            if inode not in closing and not any(inode in other.open for other in self.shards.values())
         }
         # A change in flight at that time may have opened the file, and its reply may still arrive.
         under_way = frozenset(range(state.slot_count)).difference(slot for slot, _ in state.slots)
@@ -128,7 +128,5 @@ class DeferredClose:
             else:
                 gone += HELD.pack(inode, count)
         if gone:
-            request = meta_pb2.ReleaseRequest(
-                session=state.session, map_epoch=self._view.map.epoch, gone=gone
-            )
-            await self._send(state, wire_pb2.META_RELEASE, request, self._clock.boottime_s() + 10.0)
+            request = meta_pb2.ReleaseRequest(session=state.session, map_epoch=self.view.map.epoch, gone=gone)
+            await self.send(state, wire_pb2.META_RELEASE, request, self.clock.boottime_s() + 10.0)

@@ -69,17 +69,17 @@ class MetaClient(DeferredClose):
         name: str,
         kept: KeptMemory | None = None,
     ):
-        self._view = view
-        self._dialer = dialer
-        self._options = options
-        self._clock = clock
+        self.view = view
+        self.dialer = dialer
+        self.options = options
+        self.clock = clock
         self._name = name
         self._identity = int.from_bytes(clock.secret(8), "little") or 1
         self.primaries = PrimaryConnections(view, dialer, clock)
-        self._shards: dict[int, ShardSession] = {}
-        self._closed = False
+        self.shards: dict[int, ShardSession] = {}
+        self.closed = False
         self._kept = kept
-        self.once = SlotJournal(kept, self._shards, self._give_back) if kept is not None else None
+        self.once = SlotJournal(kept, self.shards, self._give_back) if kept is not None else None
         if self.once is not None:
             self.once.on_given_up = self._give_up
         self.on_lost: Callable[[int], None] = lambda shard: None
@@ -88,12 +88,12 @@ class MetaClient(DeferredClose):
         """Called when a shard has restarted, before its replies are used again."""
         # hash of names in striped directories; known with the first session
         self.name_hash: Callable[[int, bytes], bytes] | None = None
-        self.leases = Leases(clock, options.cached_entries, lambda inode: self._shard_of(inode).watch)
+        self.leases = Leases(clock, options.cached_entries, lambda inode: self.shard_session(inode).watch)
         self.ended: Callable[[list[int]], Awaitable[None]] = _nothing
         """Called with inodes whose leases were recalled because another client is about to change them."""
         self.on_opens_reported: Callable[[list[int]], None] = lambda inodes: None
         """Called with inodes whose opens by a lease are now reported to the shard."""
-        self.moved = PartitionOwners(self, view.map, self._shards, clock, options.deadline_s, self._state)
+        self.moved = PartitionOwners(self, view.map, self.shards, clock, options.deadline_s, self._state)
         view.changed.append(self.moved.use_map)
         self.counters = {"questions": 0, "changes": 0, "repeats": 0, "sessions": 0, "renewals": 0}
 
@@ -108,25 +108,25 @@ class MetaClient(DeferredClose):
         Disconnected, DeadlineExceeded: no reply in time.
         """
         self.counters["questions"] += 1
-        deadline_s = self._clock.boottime_s() + self._options.deadline_s
+        deadline_s = self.clock.boottime_s() + self.options.deadline_s
         tries, reason = 0, None
         while True:
             try:
-                state = self._shard_of(inode)
+                state = self.shard_session(inode)
                 if not state.session:
                     await self.ensure_session(state, deadline_s)
                 elif state.watching is None or state.watching.done():
                     self._watch(state)
                 request.session = state.session
-                request.map_epoch = self._view.map.epoch
-                return decoded(reply_type, await self._send(state, method, request, deadline_s))
+                request.map_epoch = self.view.map.epoch
+                return decoded(reply_type, await self.send(state, method, request, deadline_s))
             except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
                 tries, reason = tries + 1, reason_of(error, reason)
                 await self._mend(inode, error, reason, tries, deadline_s, request.session)
 
     def is_ready(self, shard: int) -> bool:
         """Whether a query can be sent immediately: there is a session, confirmed over a live connection."""
-        state, known = self._shards.get(shard), self._view.map.shard_by_id.get(shard)
+        state, known = self.shards.get(shard), self.view.map.shard_by_id.get(shard)
         return (
             state is not None
             and state.session != 0
@@ -135,7 +135,7 @@ class MetaClient(DeferredClose):
             and state.watching is not None
             and not state.watching.done()
             and state.met is not None
-            and state.met is self._dialer.live(known.endpoints)
+            and state.met is self.dialer.live(known.endpoints)
         )
 
     def submit(self, shard: int, method: int, request, on_done: Callable) -> bool:
@@ -144,17 +144,17 @@ class MetaClient(DeferredClose):
         False: there was no side effect. `on_done(reply, error)` is called once, later. An error is that of
         this one attempt; `ask` handles such errors.
         """
-        if self._closed or not self.is_ready(shard):
+        if self.closed or not self.is_ready(shard):
             return False
         self.counters["questions"] += 1
-        request.session = self._shards[shard].session
-        request.map_epoch = self._view.map.epoch
-        connection = self._shards[shard].met
+        request.session = self.shards[shard].session
+        request.map_epoch = self.view.map.epoch
+        connection = self.shards[shard].met
         connection.submit(
             method,
             request.SerializeToString(),
             on_done=on_done,
-            deadline_s=self._clock.boottime_s() + self._options.deadline_s,
+            deadline_s=self.clock.boottime_s() + self.options.deadline_s,
         )
         return True
 
@@ -182,7 +182,7 @@ class MetaClient(DeferredClose):
         failed: BaseException | None = None
         if begun is None:
             self.counters["changes"] += 1
-            deadline_s = self._clock.boottime_s() + self._options.deadline_s
+            deadline_s = self.clock.boottime_s() + self.options.deadline_s
             state, slot, sequence, generation = None, 0, 0, 0
             unique = asking() if once and self.once is not None else 0
         else:
@@ -197,7 +197,7 @@ class MetaClient(DeferredClose):
                     if failed is not None
                     else (
                         self._asked_first(unique, method, state if uncertain else None, generation)
-                        or self._shard_of(inode)
+                        or self.shard_session(inode)
                     )
                 )
                 if uncertain and (now is not state or state.generation != generation):
@@ -220,8 +220,8 @@ class MetaClient(DeferredClose):
                         if unique:
                             self.once.note(state.record, slot, sequence, method, unique)
                         change.session, change.slot, change.sequence = state.session, slot, sequence
-                    change.map_epoch = self._view.map.epoch
-                    return decoded(reply_type, await self._send(state, method, request, deadline_s))
+                    change.map_epoch = self.view.map.epoch
+                    return decoded(reply_type, await self.send(state, method, request, deadline_s))
                 except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
                     if (
                         uncertain
@@ -263,16 +263,16 @@ class MetaClient(DeferredClose):
         None: there was no side effect. `unique`: the number of the kernel's request for which the change is
         made exactly once (see client/rpc/slot_journal). `on_end` gets the errors that `change` raises.
         """
-        pool_map = self._view.map
-        state = self._shards.get(pool_map.shard_of_partition[partition_of(inode)])
-        if state is None or not state.session or not state.slots or state.waiting or self._closed:
+        pool_map = self.view.map
+        state = self.shards.get(pool_map.shard_of_partition[partition_of(inode)])
+        if state is None or not state.session or not state.slots or state.waiting or self.closed:
             return None
         if file is not None and file.lost:
             return None
         shard = pool_map.shard_by_id.get(state.shard)
         if shard is None or shard.standbys:
             return None
-        connection = self._dialer.live(shard.endpoints)
+        connection = self.dialer.live(shard.endpoints)
         if connection is None or connection is not state.met:
             return None
         once = self.once if unique else None
@@ -305,7 +305,7 @@ class MetaClient(DeferredClose):
             state,
             slot,
             sequence,
-            self._clock.boottime_s() + self._options.deadline_s,
+            self.clock.boottime_s() + self.options.deadline_s,
         )
         begun.send(connection)
         return begun
@@ -371,7 +371,7 @@ class MetaClient(DeferredClose):
 
         The change may have touched any inode at any shard.
         """
-        for known in self._shards.values():
+        for known in self.shards.values():
             self.leases.end_all(known.watch)
 
     def _asked_first(
@@ -381,11 +381,11 @@ class MetaClient(DeferredClose):
         if state is not None and state.generation == generation:
             return state
         shard = self.once.shard_of(unique, method) if unique else 0
-        return self._shards.get(shard)
+        return self.shards.get(shard)
 
     async def ask_shard(self, shard: int, method: int, request, reply_type):
         """As `ask`, for the shard itself: status, file counts. `request` may lack a session field."""
-        deadline_s = self._clock.boottime_s() + self._options.deadline_s
+        deadline_s = self.clock.boottime_s() + self.options.deadline_s
         tries, reason = 0, None
         while True:
             try:
@@ -394,19 +394,19 @@ class MetaClient(DeferredClose):
                     if not state.session:
                         await self.ensure_session(state, deadline_s)
                     request.session = state.session
-                return decoded(reply_type, await self._send(state, method, request, deadline_s))
+                return decoded(reply_type, await self.send(state, method, request, deadline_s))
             except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
                 if isinstance(error, WrongShard):
-                    await self._view.refresh()
+                    await self.view.refresh()
                     raise  # its subject is at another shard by now
                 tries, reason = tries + 1, reason_of(error, reason)
                 if isinstance(error, StaleSession):
-                    self._lost(self._state(shard), request.session)
+                    self.session_lost(self._state(shard), request.session)
                 await self._pause(error, reason, tries, deadline_s)
 
-    async def _send(self, state: ShardSession, method: int, request, deadline_s: float):
+    async def send(self, state: ShardSession, method: int, request, deadline_s: float):
         """Send a request to the shard's primary; return the encoded reply."""
-        shard = self._view.map.shard_by_id.get(state.shard)
+        shard = self.view.map.shard_by_id.get(state.shard)
         if shard is None:
             raise WrongShard(f"the pool map does not know shard {state.shard}")
         connection = await self.primaries.connection(shard, deadline_s)
@@ -441,29 +441,30 @@ class MetaClient(DeferredClose):
 
     def shard_of(self, inode: int) -> int:
         """The id of the shard that has the inode and, for a directory, its names."""
-        return self._view.map.shard_of_partition[partition_of(inode)]
+        return self.view.map.shard_of_partition[partition_of(inode)]
 
     def session_of(self, inode: int) -> int:
         """The session at the inode's shard; 0: there is none at the moment."""
-        return self._shard_of(inode).session
+        return self.shard_session(inode).session
 
     def lives(self, session: int) -> bool:
         """Whether the session is one of this client's at any shard: locks move with their partition."""
-        return any(state.session == session for state in self._shards.values())
+        return any(state.session == session for state in self.shards.values())
 
     def was_taken_up(self, inode: int) -> bool:
         """Whether the session at the inode's shard continues that of the previous process."""
-        state = self._shard_of(inode)
+        state = self.shard_session(inode)
         return state.taken_up == state.generation
 
-    def _shard_of(self, inode: int) -> ShardSession:
-        shard = self._view.map.shard_of_partition[inode >> COUNTER_BITS]
-        return self._shards.get(shard) or self._state(shard)
+    def shard_session(self, inode: int) -> ShardSession:
+        """The session state of the inode's shard; created at its first use."""
+        shard = self.view.map.shard_of_partition[inode >> COUNTER_BITS]
+        return self.shards.get(shard) or self._state(shard)
 
     def _state(self, shard: int) -> ShardSession:
-        state = self._shards.get(shard)
+        state = self.shards.get(shard)
         if state is None:
-            state = self._shards[shard] = ShardSession(shard)
+            state = self.shards[shard] = ShardSession(shard)
         return state
 
     async def _mend(
@@ -482,20 +483,20 @@ class MetaClient(DeferredClose):
         """
         self.counters["repeats"] += 1
         if isinstance(error, StaleSession):
-            self._lost(self._shard_of(inode), session)
+            self.session_lost(self.shard_session(inode), session)
             if tries == 1:
                 return
-        elif isinstance(error, (StaleEpoch, WrongShard)) and await self._view.refresh():
+        elif isinstance(error, (StaleEpoch, WrongShard)) and await self.view.refresh():
             return
         await self._pause(error, reason, tries, deadline_s, uncertain)
 
     async def _pause(
         self, error: NvpoolError, reason: NvpoolError, tries: int, deadline_s: float, uncertain: bool = False
     ) -> None:
-        left = deadline_s - self._clock.boottime_s()
-        if left <= 0 or self._closed:
+        left = deadline_s - self.clock.boottime_s()
+        if left <= 0 or self.closed:
             raise at_the_deadline(error, reason, uncertain)
-        await pause(error, tries, left, self._view, self._options, self._clock)
+        await pause(error, tries, left, self.view, self.options, self.clock)
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
@@ -505,7 +506,7 @@ class MetaClient(DeferredClose):
             future = asyncio.get_running_loop().create_future()
             state.waiting.append(future)
             try:
-                async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
+                async with asyncio.timeout(max(0.0, deadline_s - self.clock.boottime_s())):
                     await future
             except TimeoutError:
                 raise DeadlineExceeded(
@@ -539,7 +540,7 @@ class MetaClient(DeferredClose):
             state.record, state.earlier = record, (session, secret)
             state.early = self.once.take_over(shard, record)
         for inode in opened:
-            self._shard_of(inode).open[inode] = 1
+            self.shard_session(inode).open[inode] = 1
 
     def _give_back(self, state: ShardSession | None, slot: int, sequence: int, generation: int) -> None:
         if state is not None and state.generation == generation and sequence:
@@ -561,12 +562,14 @@ class MetaClient(DeferredClose):
 
         Errors as of one attempt of `ask`.
         """
-        await self.ensure_session(self._shard_of(inode), self._clock.boottime_s() + self._options.deadline_s)
+        await self.ensure_session(
+            self.shard_session(inode), self.clock.boottime_s() + self.options.deadline_s
+        )
 
     async def _until(self, asked: asyncio.Task, deadline_s: float) -> None:
         """Wait for a task that several callers share, each up to its own deadline."""
         try:
-            async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
+            async with asyncio.timeout(max(0.0, deadline_s - self.clock.boottime_s())):
                 await asyncio.shield(asked)
         except TimeoutError:
             raise DeadlineExceeded(
@@ -579,7 +582,7 @@ class MetaClient(DeferredClose):
 
     async def _open_session(self, state: ShardSession, deadline_s: float) -> None:
         request = meta_pb2.OpenSessionRequest(
-            client=self._name, watch=self._options.leases, identity=self._identity
+            client=self._name, watch=self.options.leases, identity=self._identity
         )
         if state.earlier is not None:
             request.session, request.secret = state.earlier
@@ -587,9 +590,9 @@ class MetaClient(DeferredClose):
             request.names_slots = True
             request.slots.extend(state.early)
             state.given_up.clear()
-        sent_s = self._clock.boottime_s()
+        sent_s = self.clock.boottime_s()
         try:
-            raw = await self._send(state, wire_pb2.META_OPEN_SESSION, request, deadline_s)
+            raw = await self.send(state, wire_pb2.META_OPEN_SESSION, request, deadline_s)
         except StaleSession:
             if state.earlier is None:
                 raise
@@ -647,9 +650,9 @@ class MetaClient(DeferredClose):
         """Handle the end of the previous process's session, which cannot be continued."""
         state.session, _ = state.earlier
         state.earlier = None
-        self._lost(state, state.session)
+        self.session_lost(state, state.session)
 
-    def _lost(self, state: ShardSession, session: int) -> None:
+    def session_lost(self, state: ShardSession, session: int) -> None:
         """Forget a session that the shard does not know any more. The next request opens a new one."""
         if session and state.session == session:
             state.session = 0
@@ -665,11 +668,11 @@ class MetaClient(DeferredClose):
             state.wake_all()
 
     def _watch(self, state: ShardSession) -> None:
-        if not state.watch.number or self._closed:
+        if not state.watch.number or self.closed:
             return
 
         async def send(request, deadline_s: float):
-            return await self._send(state, wire_pb2.META_WATCH, request, deadline_s)
+            return await self.send(state, wire_pb2.META_WATCH, request, deadline_s)
 
         async def ended(inodes: list[int]) -> None:
             has_unreported = not state.unreported.keys().isdisjoint(inodes)
@@ -687,19 +690,19 @@ class MetaClient(DeferredClose):
                 send=send,
                 leases=self.leases,
                 ended=ended,
-                newer=self._view.look_for,
-                options=self._options,
-                clock=self._clock,
+                newer=self.view.look_for,
+                options=self.options,
+                clock=self.clock,
             )
         )
 
     async def _keep(self, state: ShardSession) -> None:
         """Renew the session for the client's life; a failed renewal is retried after a second."""
         pause = state.lease_s / 3
-        while not self._closed:
+        while not self.closed:
             await asyncio.sleep(pause)
             try:
-                deadline_s = self._clock.boottime_s() + state.lease_s
+                deadline_s = self.clock.boottime_s() + state.lease_s
                 if not state.session:
                     await self.ensure_session(state, deadline_s)
                 else:
@@ -707,7 +710,7 @@ class MetaClient(DeferredClose):
                     await self._look_at_held(state)
                 pause = state.lease_s / 3
             except StaleSession:
-                self._lost(state, state.session)
+                self.session_lost(state, state.session)
                 pause = 0.0
             except NvpoolError:
                 pause = min(1.0, state.lease_s / 6)
@@ -726,19 +729,19 @@ class MetaClient(DeferredClose):
         for begin in range(0, max(len(opened), 1), RENEW_INODES_MAX):
             request = meta_pb2.RenewSessionRequest(
                 session=session,
-                map_epoch=self._view.map.epoch,
+                map_epoch=self.view.map.epoch,
                 identity=self._identity,
                 opened=read_write_codec.pack_inodes(opened[begin : begin + RENEW_INODES_MAX]),
                 named=again and begin + RENEW_INODES_MAX >= len(opened),
             )
-            raw = await self._send(state, wire_pb2.META_RENEW_SESSION, request, deadline_s)
+            raw = await self.send(state, wire_pb2.META_RENEW_SESSION, request, deadline_s)
         self.counters["renewals"] += 1
         if again and state.session == session:
             state.unnamed = False
         reply = decoded(meta_pb2.RenewSessionReply, raw)
         state.lease_s, state.held = reply.lease_s or state.lease_s, reply.held
-        if reply.map_epoch > self._view.map.epoch:
-            await self._view.refresh()
+        if reply.map_epoch > self.view.map.epoch:
+            await self.view.refresh()
         if reply.incarnation != state.incarnation:
             state.incarnation = reply.incarnation
             self.on_restart(state.shard)
@@ -750,7 +753,7 @@ class MetaClient(DeferredClose):
 
     def opened(self, inode: int) -> None:
         """Record that the service has registered one more open of `inode` for this client."""
-        state = self._shard_of(inode)
+        state = self.shard_session(inode)
         state.open[inode] = state.open.get(inode, 0) + 1
 
     def opened_quietly(self, inode: int, now: bool) -> None:
@@ -759,7 +762,7 @@ class MetaClient(DeferredClose):
         It is reported soon (`now`: immediately, in the background), or before another client changes the
         inode. An open that is closed before that is never reported.
         """
-        state = self._shard_of(inode)
+        state = self.shard_session(inode)
         state.open[inode] = state.open.get(inode, 0) + 1
         state.unreported[inode] = state.unreported.get(inode, 0) + 1
         if now:
@@ -768,9 +771,9 @@ class MetaClient(DeferredClose):
             state.reporting = asyncio.create_task(self._report_opens_soon(state))
 
     async def _report_opens_soon(self, state: ShardSession) -> None:
-        while state.unreported and not self._closed:
+        while state.unreported and not self.closed:
             try:
-                async with asyncio.timeout(self._options.report_opens_s):
+                async with asyncio.timeout(self.options.report_opens_s):
                     await state.report_now.wait()
             except TimeoutError:
                 pass
@@ -779,11 +782,11 @@ class MetaClient(DeferredClose):
                 await self._report_opens(state)
             except NvpoolError:
                 # reported again; a reader without a lease validates first
-                await asyncio.sleep(self._options.retry_last_s)
+                await asyncio.sleep(self.options.retry_last_s)
 
     async def report_opens(self, inode: int) -> None:
         """Report the opens of the inode: on return the service knows all of them. Errors as `ask`."""
-        await self._report_opens(self._shard_of(inode))
+        await self._report_opens(self.shard_session(inode))
 
     async def _report_opens(self, state: ShardSession) -> None:
         """Report the unreported opens. Errors as `ask`; then they are reported again later."""
@@ -794,7 +797,7 @@ class MetaClient(DeferredClose):
         try:
             if not state.session:
                 # opening a session reports all open files
-                await self.ensure_session(state, self._clock.boottime_s() + self._options.deadline_s)
+                await self.ensure_session(state, self.clock.boottime_s() + self.options.deadline_s)
                 opened = []
             for begin in range(0, len(opened), RENEW_INODES_MAX):
                 request = meta_pb2.RenewSessionRequest(
@@ -815,11 +818,11 @@ class MetaClient(DeferredClose):
 
         Without `say_so` they expire by themselves.
         """
-        self._closed = True
+        self.closed = True
         self.leases.on_end_all = lambda: None
         self.primaries.close()
         self.moved.close()
-        for one in self._shards.values():
+        for one in self.shards.values():
             self.leases.end_all(one.watch)
             for task in filter(
                 None, (one.renewal, one.releasing, one.opening, one.watching, one.reporting, one.meeting)
@@ -829,7 +832,7 @@ class MetaClient(DeferredClose):
                 continue
             try:
                 request = meta_pb2.CloseSessionRequest(session=one.session)
-                await self._send(one, wire_pb2.META_CLOSE_SESSION, request, deadline_s)
+                await self.send(one, wire_pb2.META_CLOSE_SESSION, request, deadline_s)
             except NvpoolError:
                 pass  # the session expires by itself
             one.session = 0

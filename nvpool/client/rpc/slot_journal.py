@@ -58,7 +58,7 @@ class SlotJournal:
 
         `answered` must be called when such a request is answered.
         """
-        self._early: dict[int, _Early] = {}
+        self.early: dict[int, _Early] = {}
         self.on_given_up: Callable[[object, int], None] = lambda state, slot: None
         """Called with a session and a slot of the previous process whose change is not replayed."""
 
@@ -66,7 +66,7 @@ class SlotJournal:
         """Adopt the previous process's records. Return slot -> sequence of those that wait for a replay."""
         found = {}
         for slot, sequence, method, unique in self._memory.slots(number):
-            self._early[unique] = _Early(shard, slot, sequence, method)
+            self.early[unique] = _Early(shard, slot, sequence, method)
             found[slot] = sequence
         return found
 
@@ -75,11 +75,11 @@ class SlotJournal:
 
         That change may have been executed.
         """
-        return asking() in self._early
+        return asking() in self.early
 
     def knows(self, unique: int) -> bool:
         """Whether a change was sent for that request before, by this process or the previous one."""
-        return unique in self.held or unique in self._early
+        return unique in self.held or unique in self.early
 
     def clear(self, number: int, slot: int) -> None:
         """Clear the record of a slot after its request was answered."""
@@ -87,7 +87,7 @@ class SlotJournal:
 
     def shard_of(self, unique: int, method: int) -> int:
         """The shard to which the previous process sent such a change for the request; 0: none."""
-        early = self._early.get(unique)
+        early = self.early.get(unique)
         return early.shard if early is not None and early.method == method else 0
 
     def slot_of(self, unique: int, state, method: int) -> tuple[int, int, int] | None:
@@ -99,22 +99,22 @@ class SlotJournal:
                 self._memory.clear_slot(state.record, held.slot)
                 return held.slot, held.sequence + 1, held.generation
             self._over(held)
-        early = self._early.get(unique)
+        early = self.early.get(unique)
         if early is None or early.shard != state.shard or early.method != method:
             return None
-        del self._early[unique], state.early[early.slot]
+        del self.early[unique], state.early[early.slot]
         return early.slot, early.sequence, state.generation
 
     def answered(self, unique: int) -> None:
         held = self.held.pop(unique, None)
         if held is not None:
             self._over(held)
-        elif unique in self._early:
+        elif unique in self.early:
             self._forget(unique)
 
     def _forget(self, unique: int) -> None:
         """Forget the previous process's change for a request that the kernel has an answer to."""
-        early = self._early.pop(unique)
+        early = self.early.pop(unique)
         state = self._shards[early.shard]
         del state.early[early.slot]
         self._memory.clear_slot(state.record, early.slot)
@@ -132,7 +132,7 @@ class SlotJournal:
 
         Called when the kernel has replayed every request that the previous process left unanswered.
         """
-        for unique in list(self._early):
+        for unique in list(self.early):
             if unique not in in_work:
                 self._forget(unique)
             elif unique not in self.held:
@@ -144,5 +144,5 @@ class SlotJournal:
     def lost(self, shard: int) -> None:
         """Forget the records of a session that has ended."""
         self._shards[shard].early.clear()
-        for unique in [unique for unique, early in self._early.items() if early.shard == shard]:
-            del self._early[unique]
+        for unique in [unique for unique, early in self.early.items() if early.shard == shard]:
+            del self.early[unique]

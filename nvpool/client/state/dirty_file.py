@@ -59,11 +59,11 @@ class UnfairLock:
     So a waiter may have to wait again after it was woken.
     """
 
-    __slots__ = ("taken", "_waiting")
+    __slots__ = ("taken", "waiting")
 
     def __init__(self) -> None:
         self.taken = False
-        self._waiting: list[asyncio.Future] = []
+        self.waiting: list[asyncio.Future] = []
 
     def take(self) -> bool:
         """Take the lock if it is free. Return whether the caller has it now and must `release` it."""
@@ -77,8 +77,8 @@ class UnfairLock:
         self._wake()
 
     def _wake(self) -> None:
-        while self._waiting:
-            future = self._waiting.pop(0)
+        while self.waiting:
+            future = self.waiting.pop(0)
             if not future.done():
                 future.set_result(None)
                 return
@@ -86,7 +86,7 @@ class UnfairLock:
     async def __aenter__(self) -> None:
         while self.taken:
             future = asyncio.get_running_loop().create_future()
-            self._waiting.append(future)
+            self.waiting.append(future)
             try:
                 await future
             except BaseException:

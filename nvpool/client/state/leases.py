@@ -60,16 +60,16 @@ class Leases:
 
     def __init__(self, clock: Clock, count_max: int, watch_of: Callable[[int], ShardWatch]) -> None:
         self._clock = clock
-        self._count_max = count_max
+        self.count_max = count_max
         self._watch_of = watch_of
-        self._leases: dict[int, InodeLease] = {}
-        self._number = 0
+        self.by_inode: dict[int, InodeLease] = {}
+        self.last_number = 0
         self.on_end_all: Callable[[], None] = lambda: None
         """Called when all leases of a shard end together, without a recall of each inode. Must not wait."""
 
     def held(self, inode: int) -> InodeLease | None:
         """The lease on the inode if it is held now; else None."""
-        lease = self._leases.get(inode)
+        lease = self.by_inode.get(inode)
         if lease is None:
             return None
         now_s = self._clock.boottime_s()
@@ -83,7 +83,7 @@ class Leases:
 
         True while the lease is held, and for the watch's `linger_s` after it.
         """
-        lease = self._leases.get(inode)
+        lease = self.by_inode.get(inode)
         return lease is not None and (
             self._clock.boottime_s() < min(lease.until_s, lease.watch.until_s) + lease.watch.linger_s
         )
@@ -95,15 +95,15 @@ class Leases:
             return None
         now_s = self._clock.boottime_s()
         until_s = sent_s + lease_ms * WATCH_SHARE / 1000
-        leases = self._leases
+        leases = self.by_inode
         before = leases.pop(inode, None)
         if before is not None and now_s < before.until_s:  # the earlier lease has not ended in between
             lease = before._replace(until_s=max(before.until_s, until_s), grant=grant or before.grant)
         else:
             lease = InodeLease(until_s, now_s, grant, watch, self._next())
         leases[inode] = lease
-        if len(leases) > self._count_max:
-            for old in too_old(leases, self._count_max):
+        if len(leases) > self.count_max:
+            for old in too_old(leases, self.count_max):
                 del leases[old]
         if now_s >= lease.until_s or now_s >= watch.until_s:
             return None
@@ -111,8 +111,8 @@ class Leases:
         return lease
 
     def _next(self) -> int:
-        self._number += 1
-        return self._number
+        self.last_number += 1
+        return self.last_number
 
     def take_all(
         self, inodes: list[int], lease_ms: int, sent_s: float, grants: list[bytes] | None = None
@@ -127,7 +127,7 @@ class Leases:
         if (
             watch is None
             or sent_s <= watch.floor_s
-            or not (self._leases.keys().isdisjoint(inodes) and watch.ended.keys().isdisjoint(inodes))
+            or not (self.by_inode.keys().isdisjoint(inodes) and watch.ended.keys().isdisjoint(inodes))
         ):
             return [
                 self.take(inode, lease_ms, sent_s, grants[at] if grants else b"")
@@ -142,28 +142,28 @@ class Leases:
             if not grants
             else [InodeLease(until_s, since_s, grant, watch, number) for grant in grants]
         )
-        self._leases.update(zip(inodes, leases, strict=True))
-        for old in too_old(self._leases, self._count_max):
-            del self._leases[old]
+        self.by_inode.update(zip(inodes, leases, strict=True))
+        for old in too_old(self.by_inode, self.count_max):
+            del self.by_inode[old]
         return leases if self.held(inodes[-1]) is not None else [None] * len(inodes)
 
     def unknown(self, inodes: list[int]) -> set[int]:
         """The inodes without a lease, held or expired."""
-        known = self._leases  # may be very large, so only the given inodes are examined
+        known = self.by_inode  # may be very large, so only the given inodes are examined
         return {inode for inode in inodes if inode not in known}
 
     def keep_grant(self, inode: int, grant: bytes) -> None:
         """Keep the grant with the inode's lease, if it is held, for the next open."""
-        known = self._leases.get(inode)
+        known = self.by_inode.get(inode)
         if known is None or known.grant == grant:
             return
         lease = self.held(inode)
         if lease is not None:
-            self._leases[inode] = lease._replace(grant=grant)
+            self.by_inode[inode] = lease._replace(grant=grant)
 
     def lacks_grant(self, inode: int) -> bool:
         """Whether there is a lease on the inode that came without the right to read."""
-        lease = self._leases.get(inode)
+        lease = self.by_inode.get(inode)
         return lease is not None and not lease.grant
 
     def is_news(self, inode: int, sent_s: float) -> bool:
@@ -197,7 +197,7 @@ class Leases:
             self._end(watch, inode, now_s)
 
     def _end(self, watch: ShardWatch, inode: int, now_s: float) -> None:
-        self._leases.pop(inode, None)
+        self.by_inode.pop(inode, None)
         ended = watch.ended
         ended.pop(inode, None)
         ended[inode] = now_s
@@ -209,5 +209,5 @@ class Leases:
         watch.floor_s = self._clock.boottime_s()
         watch.ended.clear()
         self.on_end_all()
-        for inode in [inode for inode, lease in self._leases.items() if lease.watch is watch]:
-            del self._leases[inode]
+        for inode in [inode for inode, lease in self.by_inode.items() if lease.watch is watch]:
+            del self.by_inode[inode]

@@ -185,16 +185,16 @@ class MetadataCache:
         self.leases = leases
         self.open: dict[int, OpenInode] = {}
         # an attribute value is a raw record of rpc/messages/direntries if it came from a listing
-        self._attrs: dict[int, tuple[Attr | bytes, float]] = {}
+        self.attrs: dict[int, tuple[Attr | bytes, float]] = {}
         # (inode, when it was true, when it was requested, the lease on the inode from the same reply)
-        self._entries: dict[tuple[int, bytes], tuple[int, float, float, InodeLease | None]] = {}
+        self.entries: dict[tuple[int, bytes], tuple[int, float, float, InodeLease | None]] = {}
         # directory -> time of this client's last change of a name in it
-        self._renamed_s: dict[int, float] = {}
-        self._renamed_floor_s = NEVER_S
-        self._whole: dict[int, CompleteDirectory] = {}
+        self.renamed_s: dict[int, float] = {}
+        self.renamed_floor_s = NEVER_S
+        self.complete_dirs: dict[int, CompleteDirectory] = {}
         self._whole_names = 0
-        self._trusted_from_s = NEVER_S
-        self._options = options
+        self.trusted_from_s = NEVER_S
+        self.options = options
         self._clock = clock
         self.on_change: Callable[[OpenInode], None] = lambda file: None
         """Called with an open inode before its attributes are replaced by newer ones."""
@@ -209,13 +209,13 @@ class MetadataCache:
         attr, born_s = (
             (opened.attr, opened.attr_born_s)
             if opened is not None
-            else self._attrs.get(inode, (None, NEVER_S))
+            else self.attrs.get(inode, (None, NEVER_S))
         )
         if attr is None or (not self.is_believed(born_s, age_s) and self.leases.held(inode) is None):
             return None
         if type(attr) is bytes:
             attr = attr_of(attr)
-            self._attrs[inode] = attr, born_s
+            self.attrs[inode] = attr, born_s
         return attr
 
     def newer(self, inode: int, change: int) -> Attr | None:
@@ -227,7 +227,7 @@ class MetadataCache:
         held = (
             opened.attr
             if opened is not None and not opened.unsure
-            else self._attrs.get(inode, (None, NEVER_S))[0]
+            else self.attrs.get(inode, (None, NEVER_S))[0]
         )
         if held is None or _change_of(held) <= change:
             return None
@@ -236,30 +236,30 @@ class MetadataCache:
     def known_attr(self, inode: int) -> Attr | None:
         """The newest attributes that the client ever received, however old they are."""
         opened = self.open.get(inode)
-        held = opened.attr if opened is not None else self._attrs.get(inode, (None, NEVER_S))[0]
+        held = opened.attr if opened is not None else self.attrs.get(inode, (None, NEVER_S))[0]
         return attr_of(held) if type(held) is bytes else held
 
     def flags(self, inode: int) -> int | None:
         """The flags of the cached attributes, however old they are."""
         opened = self.open.get(inode)
         attr, born_s = (
-            (opened.attr, NEVER_S) if opened is not None else self._attrs.get(inode, (None, NEVER_S))
+            (opened.attr, NEVER_S) if opened is not None else self.attrs.get(inode, (None, NEVER_S))
         )
         if type(attr) is bytes:
             attr = attr_of(attr)
-            self._attrs[inode] = attr, born_s
+            self.attrs[inode] = attr, born_s
         return None if attr is None else attr.flags
 
     def mode(self, inode: int) -> int | None:
         """The mode of the cached attributes, however old. The type of an inode does not change."""
         opened = self.open.get(inode)
-        attr = opened.attr if opened is not None else self._attrs.get(inode, (None, NEVER_S))[0]
+        attr = opened.attr if opened is not None else self.attrs.get(inode, (None, NEVER_S))[0]
         return None if attr is None else (attr_of(attr) if type(attr) is bytes else attr).mode
 
     def entries_of(self, directory: int) -> int:
         """The last known number of names in the directory; 0 if it is not known."""
         opened = self.open.get(directory)
-        attr = opened.attr if opened is not None else self._attrs.get(directory, (None, NEVER_S))[0]
+        attr = opened.attr if opened is not None else self.attrs.get(directory, (None, NEVER_S))[0]
         return 0 if attr is None else (attr_of(attr) if type(attr) is bytes else attr).size
 
     def is_believed(self, born_s: float, age_s: float) -> bool:
@@ -267,7 +267,7 @@ class MetadataCache:
 
         False if a lock was acquired since.
         """
-        return born_s + age_s > self._clock.boottime_s() and born_s >= self._trusted_from_s
+        return born_s + age_s > self._clock.boottime_s() and born_s >= self.trusted_from_s
 
     def distrust(self) -> None:
         """Distrust all data learned before now that is not under a lease.
@@ -275,7 +275,7 @@ class MetadataCache:
         Called after a lock was acquired: this client must see what others did before they released the lock.
         Data under a lease needs no distrust, because its lease would have been recalled.
         """
-        self._trusted_from_s = self._clock.boottime_s()
+        self.trusted_from_s = self._clock.boottime_s()
 
     def put_attr(self, attr: Attr, *, ours: bool = False) -> None:
         """Cache `attr`, unless the cached attributes are newer: replies may overtake one another.
@@ -284,7 +284,7 @@ class MetadataCache:
         change.
         """
         now_s = self._clock.boottime_s()
-        whole = self._whole.get(attr.inode)
+        whole = self.complete_dirs.get(attr.inode)
         if whole is not None and attr.change > whole.change:
             self.forget_whole(attr.inode)
         opened = self.open.get(attr.inode)
@@ -308,21 +308,21 @@ class MetadataCache:
 
     def put_closed(self, attr: Attr, inode: int) -> Attr:
         """As `put_attr`, for an inode that is not open; return the newest known attributes."""
-        whole = self._whole.get(inode) if self._whole else None
+        whole = self.complete_dirs.get(inode) if self.complete_dirs else None
         if whole is not None and attr.change > whole.change:
             self.forget_whole(inode)
         newest = self._keep(attr, inode, self._clock.boottime_s())
         return attr_of(newest) if type(newest) is bytes else newest
 
     def _keep(self, attr: Attr, inode: int, now_s: float) -> Attr | bytes:
-        attrs = self._attrs
+        attrs = self.attrs
         newest: Attr | bytes = attr
         held = attrs.pop(inode, None)
         if held is not None and _change_of(held[0]) > attr.change:
             newest = held[0]
         attrs[inode] = (newest, now_s)
-        if len(attrs) > self._options.cached_entries:
-            for old in too_old(attrs, self._options.cached_entries):
+        if len(attrs) > self.options.cached_entries:
+            for old in too_old(attrs, self.options.cached_entries):
                 del attrs[old]
         return newest
 
@@ -332,8 +332,8 @@ class MetadataCache:
         False: nothing has changed, and the caller must call `put_attr` for each entry, because one of the
         inodes is open or has newer attributes here.
         """
-        attrs, inodes = self._attrs, set(listed.inodes)
-        if not self.open.keys().isdisjoint(inodes) or not self._whole.keys().isdisjoint(inodes):
+        attrs, inodes = self.attrs, set(listed.inodes)
+        if not self.open.keys().isdisjoint(inodes) or not self.complete_dirs.keys().isdisjoint(inodes):
             return False
         known = attrs.keys() & inodes
         if known and any(
@@ -345,7 +345,7 @@ class MetadataCache:
         for inode in known:
             del attrs[inode]  # reinsert at the end: the first ones of the dict are the oldest
         attrs.update(zip(listed.inodes, zip(listed.records, repeat(self._clock.boottime_s())), strict=False))
-        for old in too_old(attrs, self._options.cached_entries):
+        for old in too_old(attrs, self.options.cached_entries):
             del attrs[old]
         return True
 
@@ -354,10 +354,10 @@ class MetadataCache:
 
         Called when a shard's change numbers may have run backwards.
         """
-        for inode in [inode for inode in self._attrs if concerns(inode)]:
-            del self._attrs[inode]
+        for inode in [inode for inode in self.attrs if concerns(inode)]:
+            del self.attrs[inode]
             self.leases.forget(inode)
-        for inode in [inode for inode in self._whole if concerns(inode)]:
+        for inode in [inode for inode in self.complete_dirs if concerns(inode)]:
             self.forget_whole(inode)
         for opened in self.open.values():
             if concerns(opened.inode):
@@ -373,9 +373,9 @@ class MetadataCache:
         opened = self.open.get(inode)
         if opened is not None:
             opened.attr_born_s = NEVER_S
-        held = self._attrs.get(inode)
+        held = self.attrs.get(inode)
         if held is not None:
-            self._attrs[inode] = (held[0], NEVER_S)  # kept, because its change number reveals older replies
+            self.attrs[inode] = (held[0], NEVER_S)  # kept, because its change number reveals older replies
 
     # -- entries -------------------------------------------------------------------------------------------------------
 
@@ -384,7 +384,7 @@ class MetadataCache:
 
         A name is known to be absent only under a lease on its directory.
         """
-        inode, born_s, sent_s, lease = self._entries.get((parent, name), (None, NEVER_S, NEVER_S, None))
+        inode, born_s, sent_s, lease = self.entries.get((parent, name), (None, NEVER_S, NEVER_S, None))
         if inode is None or (
             inode and self.is_believed(born_s, age_s) and self.leases.is_news(inode, sent_s)
         ):
@@ -393,7 +393,7 @@ class MetadataCache:
 
     def cover(self, parent: int, name: bytes, inode: int) -> int:
         """The inode whose lease covers the name of `inode`: its own or the directory's; 0: none."""
-        known = self._entries.get((parent, name))
+        known = self.entries.get((parent, name))
         return (
             self._cover(parent, inode, known[2], known[3]) if known is not None and known[0] == inode else 0
         )
@@ -409,7 +409,7 @@ class MetadataCache:
 
     def names_of(self, inode: int) -> list[tuple[int, bytes]]:
         """Known names (directory, name) of the inode. Scans all entries, so call this in rare cases only."""
-        return [place for place, known in self._entries.items() if known[0] == inode]
+        return [place for place, known in self.entries.items() if known[0] == inode]
 
     def put_entry(
         self, parent: int, name: bytes, inode: int, sent_s: float, lease: InodeLease | None = None
@@ -419,14 +419,14 @@ class MetadataCache:
         `lease`: the inode's lease, from the same reply. Ignored if this client has changed names of the
         directory since `sent_s`, the time of the request.
         """
-        if sent_s <= self._renamed_s.get(parent, self._renamed_floor_s):
+        if sent_s <= self.renamed_s.get(parent, self.renamed_floor_s):
             return
         key = (parent, name)
-        self._entries.pop(key, None)
-        self._entries[key] = (inode, self._clock.boottime_s(), sent_s, lease)
-        if len(self._entries) > self._options.cached_entries:
-            for old in too_old(self._entries, self._options.cached_entries):
-                del self._entries[old]
+        self.entries.pop(key, None)
+        self.entries[key] = (inode, self._clock.boottime_s(), sent_s, lease)
+        if len(self.entries) > self.options.cached_entries:
+            for old in too_old(self.entries, self.options.cached_entries):
+                del self.entries[old]
 
     def put_entries(
         self,
@@ -440,20 +440,20 @@ class MetadataCache:
 
         Names that are known already keep their place in the order of eviction.
         """
-        if sent_s <= self._renamed_s.get(parent, self._renamed_floor_s):
+        if sent_s <= self.renamed_s.get(parent, self.renamed_floor_s):
             return
         known = zip(inodes, repeat(self._clock.boottime_s()), repeat(sent_s), leases)
-        self._entries.update(zip(zip(repeat(parent), names), known, strict=False))
-        for old in too_old(self._entries, self._options.cached_entries):
-            del self._entries[old]
+        self.entries.update(zip(zip(repeat(parent), names), known, strict=False))
+        for old in too_old(self.entries, self.options.cached_entries):
+            del self.entries[old]
 
     def forget_entry(self, parent: int, name: bytes) -> None:
         """Drop a name that this client is about to change or has changed."""
-        self._entries.pop((parent, name), None)
-        self._renamed_s.pop(parent, None)
-        self._renamed_s[parent] = self._clock.boottime_s()
-        for old in too_old(self._renamed_s, _RENAMED_MAX):
-            self._renamed_floor_s = max(self._renamed_floor_s, self._renamed_s.pop(old))
+        self.entries.pop((parent, name), None)
+        self.renamed_s.pop(parent, None)
+        self.renamed_s[parent] = self._clock.boottime_s()
+        for old in too_old(self.renamed_s, _RENAMED_MAX):
+            self.renamed_floor_s = max(self.renamed_floor_s, self.renamed_s.pop(old))
 
     def put_own_entry(
         self, parent: int, name: bytes, inode: int, sent_s: float, lease: InodeLease | None = None
@@ -463,9 +463,9 @@ class MetadataCache:
         `inode` 0: no such name.
         """
         self.forget_entry(parent, name)
-        self._entries[parent, name] = inode, self._clock.boottime_s(), sent_s, lease
-        for old in too_old(self._entries, self._options.cached_entries):
-            del self._entries[old]
+        self.entries[parent, name] = inode, self._clock.boottime_s(), sent_s, lease
+        for old in too_old(self.entries, self.options.cached_entries):
+            del self.entries[old]
 
     # -- complete directories ------------------------------------------------------------------------------------------
 
@@ -481,36 +481,39 @@ class MetadataCache:
 
     def _hold_whole(self, inode: int, whole: CompleteDirectory) -> None:
         self.forget_whole(inode)
-        self._whole[inode] = whole
+        self.complete_dirs[inode] = whole
         self._bound_whole()
 
     def _bound_whole(self) -> None:
-        while len(self._whole) > _WHOLE_DIRECTORIES_MAX or self._whole_names > self._options.cached_entries:
-            self.forget_whole(next(iter(self._whole)))
+        while (
+            len(self.complete_dirs) > _WHOLE_DIRECTORIES_MAX
+            or self._whole_names > self.options.cached_entries
+        ):
+            self.forget_whole(next(iter(self.complete_dirs)))
 
     def put_names(self, inode: int, whole: CompleteDirectory, names: Iterable[bytes]) -> bool:
         """Add listed names; return whether the recording goes on.
 
         False: others have changed the directory, or there is no space left.
         """
-        if self._whole.get(inode) is not whole:
+        if self.complete_dirs.get(inode) is not whole:
             return False
         self._whole_names -= len(whole.names)
         whole.names.update(name for name in names if name not in whole.ours)
         self._whole_names += len(whole.names)
         self._bound_whole()
-        return self._whole.get(inode) is whole
+        return self.complete_dirs.get(inode) is whole
 
     def end_whole(self, inode: int, whole: CompleteDirectory, complete: bool) -> None:
         """End the recording. `complete`: every name of the directory was listed."""
         if complete:
             whole.ours = None
-        elif self._whole.get(inode) is whole:
+        elif self.complete_dirs.get(inode) is whole:
             self.forget_whole(inode)
 
     def is_whole(self, inode: int) -> bool:
         """Whether the directory's names are completely known, or are being listed."""
-        return inode in self._whole
+        return inode in self.complete_dirs
 
     def named_in_whole(self, parent: Attr | None, inode: int, name: bytes, exists: bool) -> None:
         """Record that this client's change has created or removed a name in the directory `inode`.
@@ -518,7 +521,7 @@ class MetadataCache:
         `parent`: the directory's attributes after the change; None: unknown. If the change number is not the
         next one, others have changed the directory too, and the recorded names are dropped.
         """
-        whole = self._whole.get(inode)
+        whole = self.complete_dirs.get(inode)
         if whole is None:
             return
         if parent is None or parent.change != whole.change + 1:
@@ -542,14 +545,14 @@ class MetadataCache:
         if not self.is_missed(parent, name):
             return False
         attr = self.attr(parent, age_s)
-        return attr is not None and attr.change == self._whole[parent].change
+        return attr is not None and attr.change == self.complete_dirs[parent].change
 
     def is_missed(self, parent: int, name: bytes) -> bool:
         """Whether the directory was completely known and lacks the name.
 
         False for a name that is too long.
         """
-        whole = self._whole.get(parent)
+        whole = self.complete_dirs.get(parent)
         return (
             whole is not None
             and whole.ours is None
@@ -558,7 +561,7 @@ class MetadataCache:
         )
 
     def forget_whole(self, inode: int) -> None:
-        whole = self._whole.pop(inode, None)
+        whole = self.complete_dirs.pop(inode, None)
         if whole is not None:
             self._whole_names -= len(whole.names)
 
@@ -569,7 +572,7 @@ class MetadataCache:
         opened = self.open.get(attr.inode)
         if opened is None:
             opened = self.open[attr.inode] = OpenInode(attr)
-            self._attrs.pop(attr.inode, None)
+            self.attrs.pop(attr.inode, None)
         opened.handles += 1
         self.put_attr(attr)
         return opened
@@ -580,14 +583,14 @@ class MetadataCache:
         The caller has a lease on the inode, so the attributes are current. None: no attributes are cached, or
         the inode is not a regular file with a name.
         """
-        attr, _ = self._attrs.get(inode, (None, NEVER_S))
+        attr, _ = self.attrs.get(inode, (None, NEVER_S))
         if attr is None:
             return None
         if type(attr) is bytes:
             attr = attr_of(attr)
         if attr.mode & S_IFMT != S_IFREG or not attr.links:
             return None
-        del self._attrs[inode]
+        del self.attrs[inode]
         opened = self.open[inode] = OpenInode(attr)
         opened.attr_born_s = self._clock.boottime_s()
         opened.handles = 1
@@ -601,5 +604,5 @@ class MetadataCache:
         if self.open.get(opened.inode) is opened:
             del self.open[opened.inode]
             if opened.attr.links:
-                self._attrs[opened.inode] = (opened.attr, opened.attr_born_s)
+                self.attrs[opened.inode] = (opened.attr, opened.attr_born_s)
         return True

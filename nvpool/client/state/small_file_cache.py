@@ -29,40 +29,40 @@ class Contents:
     """The contents of small files, by inode."""
 
     def __init__(self, bytes_max: int, leases: Leases, clock: Clock) -> None:
-        self._bytes_max = bytes_max
+        self.bytes_max = bytes_max
         self._leases = leases
         self._clock = clock
         # inode -> (change, content, time of the read)
-        self._kept: OrderedDict[int, tuple[int, bytes, float]] = OrderedDict()
-        self._bytes = 0
+        self.kept: OrderedDict[int, tuple[int, bytes, float]] = OrderedDict()
+        self.byte_count = 0
         self.counters = {"small_hits": 0, "small_reads": 0}
 
     def __contains__(self, inode: int) -> bool:
-        return inode in self._kept
+        return inode in self.kept
 
     def get(self, inode: int, change: int) -> bytes | None:
-        kept = self._kept.get(inode)
+        kept = self.kept.get(inode)
         if kept is None or kept[0] != change:
             return None
         if self._leases.held(inode) is None and kept[2] + LIFE_S <= self._clock.boottime_s():
             return None
-        self._kept.move_to_end(inode)
+        self.kept.move_to_end(inode)
         self.counters["small_hits"] += 1
         return kept[1]
 
     def put(self, inode: int, change: int, content: bytes, read_s: float) -> None:
         """Cache the content. `read_s`: a time before the read was sent."""
         self.forget(inode)
-        self._kept[inode] = change, content, read_s
-        self._bytes += len(content) + _ENTRY_BYTES
-        while self._bytes > self._bytes_max:
-            self._bytes -= len(self._kept.popitem(last=False)[1][1]) + _ENTRY_BYTES
+        self.kept[inode] = change, content, read_s
+        self.byte_count += len(content) + _ENTRY_BYTES
+        while self.byte_count > self.bytes_max:
+            self.byte_count -= len(self.kept.popitem(last=False)[1][1]) + _ENTRY_BYTES
 
     def forget_all(self) -> None:
-        self._kept.clear()
-        self._bytes = 0
+        self.kept.clear()
+        self.byte_count = 0
 
     def forget(self, inode: int) -> None:
-        kept = self._kept.pop(inode, None)
+        kept = self.kept.pop(inode, None)
         if kept is not None:
-            self._bytes -= len(kept[1]) + _ENTRY_BYTES
+            self.byte_count -= len(kept[1]) + _ENTRY_BYTES

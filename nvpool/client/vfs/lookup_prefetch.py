@@ -90,11 +90,11 @@ class LookupPrefetch:
     def __init__(self, clock: Clock, ask_on: Callable[[int, int, int], asyncio.Task]) -> None:
         self._clock = clock
         self._ask_on = ask_on
-        self._directories: dict[int, _Directory] = {}
+        self.directories: dict[int, _Directory] = {}
 
     def hit(self, directory: int, name: bytes) -> None:
         """Record a look-up that was answered from the cache."""
-        known = self._directories.get(directory)
+        known = self.directories.get(directory)
         if known is not None:
             known.hits += 1
             known.used += 1
@@ -104,7 +104,7 @@ class LookupPrefetch:
 
     def coming(self, directory: int) -> asyncio.Task | None:
         """The request for the next names, if one is in flight; else None."""
-        known = self._directories.get(directory)
+        known = self.directories.get(directory)
         return (
             known.coming
             if known is not None and known.coming is not None and not known.coming.done()
@@ -124,7 +124,7 @@ class LookupPrefetch:
 
     def _missed(self, directory: int, name: bytes, alone: bool) -> int:
         now_s = self._clock.boottime_s()
-        known = self._directories.get(directory)
+        known = self.directories.get(directory)
         if known is None or known.last_s + PAUSE_S < now_s:
             known = _Directory()
         used = known.hits * 2 >= known.window
@@ -135,10 +135,10 @@ class LookupPrefetch:
             and (used if known.window else known.misses + 1 >= known.patience)
         ):
             return 0
-        self._directories.pop(directory, None)
-        self._directories[directory] = known
-        if len(self._directories) > DIRECTORIES_MAX:
-            del self._directories[next(iter(self._directories))]
+        self.directories.pop(directory, None)
+        self.directories[directory] = known
+        if len(self.directories) > DIRECTORIES_MAX:
+            del self.directories[next(iter(self.directories))]
         known.last_s = now_s
         known.asked_for += 1
         if known.asking or name == known.name:
@@ -159,7 +159,7 @@ class LookupPrefetch:
 
     def is_time_to_look(self, directory: int) -> bool:
         """Whether to call `is_to_be_known` now, after a missed look-up."""
-        known = self._directories.get(directory)
+        known = self.directories.get(directory)
         return known is not None and not known.asked_for % LOOKS_BETWEEN
 
     def is_to_be_known(self, directory: int, entries: int) -> bool:
@@ -168,7 +168,7 @@ class LookupPrefetch:
         True when look-ups have asked for a share of the names singly; then `went_through` must be called at
         the end. If most names of the last prefetch were not used, a larger share is needed the next time.
         """
-        known = self._directories.get(directory)
+        known = self.directories.get(directory)
         if known is None or known.through or known.asked_for * known.share < entries:
             return False
         if known.learned > known.used * 2:
@@ -178,7 +178,7 @@ class LookupPrefetch:
         return True
 
     def went_through(self, directory: int, learned: int) -> None:
-        known = self._directories.get(directory)
+        known = self.directories.get(directory)
         if known is not None:
             known.through, known.asked_for, known.learned = False, 0, max(1, learned)
 
@@ -187,7 +187,7 @@ class LookupPrefetch:
 
         `listed` may be empty after an error; `more`: further names follow behind it.
         """
-        known = self._directories.get(directory)
+        known = self.directories.get(directory)
         if known is not None:
             known.asking = False
             known.ahead = count = len(listed)

@@ -184,12 +184,12 @@ cdef class SentWrite:
         self.ended = True
         self.error = error
         if error is not None or not self.writes.was_stored(self):
-            self.writes.writer._was_sent(self.written, 0, self.segment, self, error)
+            self.writes.writer.was_sent(self.written, 0, self.segment, self, error)
         if error is None or isinstance(error, asyncio.CancelledError):
             chunks = self.writes.chunks
-            (<list>chunks._slots).append(self.slot)  # as ChunkClient.leave
-            if chunks._slot_waiters:
-                chunks._wake()
+            (<list>chunks.slots).append(self.slot)  # as ChunkClient.leave
+            if chunks.slot_waiters:
+                chunks.wake_slot_waiter()
         return 0
 
 
@@ -259,10 +259,10 @@ cdef class Closing:
         cdef Py_ssize_t message_bytes
         cdef double now_s
         meta, file = self.writes.meta, self.written.file
-        pool_map = meta._view.map
+        pool_map = meta.view.map
         cdef uint64_t inode = file.inode
-        state = (<dict>meta._shards).get((<tuple>pool_map.shard_of_partition)[inode >> counter_bits])
-        if state is None or file.lost or not state.session or not state.slots or state.waiting or meta._closed:
+        state = (<dict>meta.shards).get((<tuple>pool_map.shard_of_partition)[inode >> counter_bits])
+        if state is None or file.lost or not state.session or not state.slots or state.waiting or meta.closed:
             return False
         shard = (<dict>pool_map.shard_by_id).get(state.shard)
         if shard is None or shard.standbys:
@@ -339,7 +339,7 @@ cdef class Closing:
         else:
             writer.report_succeeded(written, self.size_report())
         reporting = written.reporting
-        if reporting._waiting:
+        if reporting.waiting:
             reporting.release()
         else:
             reporting.taken = False
@@ -407,14 +407,14 @@ cdef class FastWrites:
     def __init__(self, parts):
         writer = self.writer = parts.writer
         self.reader, self.reports = parts.reader, parts.reports
-        self.meta, self.chunks, self.dialer = parts.meta, parts.chunks, parts.chunks._dialer
-        self.keeping, self.memory = writer._keeping, writer._keeping.memory
+        self.meta, self.chunks, self.dialer = parts.meta, parts.chunks, parts.chunks.dialer
+        self.keeping, self.memory = writer.keeping, writer.keeping.memory
         self.arena, self.pieces, self.files = self.memory.arena, self.memory.writes, self.memory.files
-        self.clock, self.is_system = writer._clock, type(writer._clock) is SystemClock
-        self.open_files, self.begun = writer._files, writer._begun
-        self.patience_s, self.held_max = writer._options.deadline_s, writer._options.write_buffer_bytes
-        self.flight_max, self.contents = writer._options.write_flight_bytes, parts.reader._contents._kept
-        self.meta_patience_s = self.meta._options.deadline_s
+        self.clock, self.is_system = parts.clock, type(parts.clock) is SystemClock
+        self.open_files, self.begun = writer.files, writer.begun
+        self.patience_s, self.held_max = parts.options.deadline_s, parts.options.write_buffer_bytes
+        self.flight_max, self.contents = parts.options.write_flight_bytes, parts.reader.contents.kept
+        self.meta_patience_s = parts.options.deadline_s
         PyObject_GetBuffer(self.memory.mapping, &self.kept, PyBUF_WRITABLE)
         self.base = <uint8_t *>self.kept.buf
         self.payloads_at = self.kept.len - len(self.memory.payloads)
@@ -516,17 +516,17 @@ cdef class FastWrites:
         # All conditions are checked before any side effect.
         writer, chunks, pieces, arena = self.writer, self.chunks, self.pieces, self.arena
         unit_bits = min(<int>file.chunk_bits, <int>UNIT_BITS_MAX)
-        if length < BLOCK_BYTES_MIN or length > BYTES_MAX or length > 1 << unit_bits or writer._stalled:
+        if length < BLOCK_BYTES_MIN or length > BYTES_MAX or length > 1 << unit_bits or writer.stalled:
             return False
-        held, in_flight = writer._held, writer._in_flight
+        held, in_flight = writer.held, writer.in_flight
         if held and held + length > self.held_max or in_flight and in_flight + length > self.flight_max:
             return False
         if len(<list>arena.fresh) < 2 or len(pieces.freed) + <Py_ssize_t>pieces.count - <Py_ssize_t>pieces.used <= 2:
             return False
-        slots = chunks._slots
-        if not slots or chunks._slot_waiters:
+        slots = chunks.slots
+        if not slots or chunks.slot_waiters:
             return False
-        pool_map = chunks._view.map
+        pool_map = chunks.view.map
         table_id = file.layout.table
         table = (<dict>pool_map.table_by_id).get(table_id)
         if table is None:
@@ -537,7 +537,7 @@ cdef class FastWrites:
         targets = chain.targets
         if len(targets) != 1 or chain.joining:
             return False
-        lane = (<dict>chunks._lanes).get(targets[0])
+        lane = (<dict>chunks.lanes).get(targets[0])
         if lane is None:
             try:
                 lane = chunks.lane(targets[0])
@@ -561,8 +561,8 @@ cdef class FastWrites:
         written.end = written.held = size = length
         # Journal the piece: its bytes first, then the marks that make them valid.
         keeping = self.keeping
-        kept_number = keeping._number + 1
-        keeping._number = kept_number
+        kept_number = keeping.last_number + 1
+        keeping.last_number = kept_number
         kind = 0
         while length > 1 << kind + ARENA_SMALLEST:
             kind += 1
@@ -587,10 +587,10 @@ cdef class FastWrites:
         put_mark(at + 24, unique)       # after the other mark: see KeptMemory.keep_write
         view = self.memory.payloads[place_key:place_key + size]
         # Bookkeeping.
-        writer._held += size
-        writer._in_flight += size
-        segment_number = writer._number + 1
-        writer._number = segment_number
+        writer.held += size
+        writer.in_flight += size
+        segment_number = writer.last_number + 1
+        writer.last_number = segment_number
         segment = DirtyExtent(zero, size, [view], segment_number, now_s)
         segment.due = True
         segment.records.append((kept_number, index))
@@ -622,7 +622,8 @@ cdef class FastWrites:
         file = written.file
         cdef dict sending = written.sending
         if (file.lost or written.dirty or written.ahead or written.error is not None or written.changed is not None
-                or written.paused or writer._stalled or writer._room or written.entry < 0 or len(sending) != 1 or file.truncated > sent.cut):
+                or written.paused or writer.stalled or writer.room_waiters or written.entry < 0 or len(sending) != 1
+                or file.truncated > sent.cut):
             return False
         of_unit = sending.get(zero)
         if of_unit is None or len(<list>of_unit) != 1 or (<list>of_unit)[0] is not segment or len(<list>segment.records) != 1:
@@ -634,7 +635,7 @@ cdef class FastWrites:
         written.stored_bytes += size
         written.wrote = True
         self.note(written)
-        writer._in_flight -= size
+        writer.in_flight -= size
         sending.clear()
         flush = written.flushing
         if flush is not None:  # first, so the service works on the report while we continue
@@ -647,7 +648,7 @@ cdef class FastWrites:
             self.chunks.short.forget_chunk(file, 0)
         else:
             file.changes += 1
-        writer._unstable.note_at(file.inode, sent.place, sent.epoch)
+        writer.unstable.note_at(file.inode, sent.place, sent.epoch)
         (<list>segment.records).clear()
         index = sent.index
         at = self.base + self.pieces_at + <Py_ssize_t>index * WRITE_BYTES
@@ -656,7 +657,7 @@ cdef class FastWrites:
         self.pieces.freed.append(index)
         self.arena.give_back(place)
         written.held -= size
-        writer._held -= size
+        writer.held -= size
         return True
 
 

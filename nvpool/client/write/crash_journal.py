@@ -40,7 +40,7 @@ class CrashJournal:
 
     def __init__(self, memory: KeptMemory) -> None:
         self.memory = memory
-        self._number = max((record[-1] for record in memory.writes.all()), default=0)
+        self.last_number = max((record[-1] for record in memory.writes.all()), default=0)
         self._unstable = bool(memory.word(Word.UNSTABLE))
 
     def has_room(self, length: int) -> bool:
@@ -53,9 +53,9 @@ class CrashJournal:
 
         Return its record, and its bytes in the journal.
         """
-        self._number += 1
-        index, kept = self.memory.keep_write(written.file.inode, offset, data, unique, last, self._number)
-        return (self._number, index), kept
+        self.last_number += 1
+        index, kept = self.memory.keep_write(written.file.inode, offset, data, unique, last, self.last_number)
+        return (self.last_number, index), kept
 
     def drop(self, records: list[Record]) -> None:
         for _, index in records:

@@ -59,13 +59,13 @@ class WriteSender:
     _clock: Clock
     _refresh: Callable[[OpenInode, int], Awaitable[None]]
     begin_report: BeginReport
-    _keeping: CrashJournal | None
-    _in_flight: int
-    _number: int
-    _stalled: OrderedDict[int, DirtyFile]
+    keeping: CrashJournal | None
+    in_flight: int
+    last_number: int
+    stalled: OrderedDict[int, DirtyFile]
     _tasks: set[asyncio.Task]
-    _begun: set[SubmittedWrite]
-    _unstable: UnstableWrites
+    begun: set[SubmittedWrite]
+    unstable: UnstableWrites
     plain: Any
     _hold: Callable[[DirtyFile, int], None]
     _clip: Callable[[DirtyFile, int], None]
@@ -80,12 +80,13 @@ class WriteSender:
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _all_due(written: DirtyFile) -> None:
+    def mark_all_due(written: DirtyFile) -> None:
+        """Let `pump` send all dirty extents of the file, however young they are."""
         for segments in written.dirty.values():
             for segment in segments:
                 segment.due = True
 
-    def _pump(self, written: DirtyFile) -> None:
+    def pump(self, written: DirtyFile) -> None:
         """Send due extents that share no block with one in flight, within the bound of bytes in flight."""
         if written.paused:
             return
@@ -95,11 +96,11 @@ class WriteSender:
                 if not segment.due or self._overlaps_sending(written, unit, segment):
                     kept.append(segment)
                 elif (
-                    self._in_flight
-                    and self._in_flight + segment.end - segment.start > self._options.write_flight_bytes
+                    self.in_flight
+                    and self.in_flight + segment.end - segment.start > self._options.write_flight_bytes
                 ):
                     kept.append(segment)
-                    self._stalled[written.file.inode] = written
+                    self.stalled[written.file.inode] = written
                 else:
                     self._set_out(written, unit, segment)
             if kept:
@@ -108,7 +109,7 @@ class WriteSender:
                 del written.dirty[unit]
 
     def _set_out(self, written: DirtyFile, unit: int, segment: DirtyExtent) -> None:
-        self._in_flight += segment.end - segment.start
+        self.in_flight += segment.end - segment.start
         written.sending.setdefault(unit, []).append(segment)
         if not self._begin(written, unit, segment):
             self._own(self._send(written, unit, segment))
@@ -136,7 +137,7 @@ class WriteSender:
         if way is None:
             return False
         parts, checksums = prepared(segment)
-        on_end = partial(self._was_sent, written, unit, segment)
+        on_end = partial(self.was_sent, written, unit, segment)
         writing = self._chunks.begin_write(
             way,
             file,
@@ -148,10 +149,10 @@ class WriteSender:
             self._deadline_s(segment),
             on_end,
         )
-        self._begun.add(writing)
+        self.begun.add(writing)
         return True
 
-    def _was_sent(
+    def was_sent(
         self,
         written: DirtyFile,
         unit: int,
@@ -159,7 +160,8 @@ class WriteSender:
         writing: SubmittedWrite,
         error: BaseException | None,
     ) -> None:
-        self._begun.discard(writing)
+        """Complete a submitted write, or retry it on the slow path if it failed."""
+        self.begun.discard(writing)
         if isinstance(error, asyncio.CancelledError):
             written.meet(_closed())
         elif error is not None:
@@ -210,7 +212,7 @@ class WriteSender:
             if file.lost:
                 raise LockLost()
             self._has_stored(written, segment, stored.cut)
-            self._unstable.note(file.inode, stored)
+            self.unstable.note(file.inode, stored)
         except NvpoolError as error:
             self._dropped(written, segment, error)
         except asyncio.CancelledError:
@@ -228,7 +230,7 @@ class WriteSender:
         # The service may have set the time before these bytes were stored: a client that opened the file
         # since has cached the old bytes, and only a new time reveals that.
         written.wrote = True
-        if self._keeping is not None:
+        if self.keeping is not None:
             self._note(written)
 
     def _dropped(self, written: DirtyFile, segment: DirtyExtent, error: NvpoolError) -> None:
@@ -249,7 +251,7 @@ class WriteSender:
     ) -> None:
         """Remove the extent from those in flight: it was stored (`stored`, or noted before) or dropped."""
         length = segment.end - segment.start
-        self._in_flight -= length
+        self.in_flight -= length
         sending = written.sending[unit]
         sending.remove(segment)
         if not sending:
@@ -263,25 +265,25 @@ class WriteSender:
             written.flushing.look()  # first, so the service works on the report while we continue
         # before the pieces are dropped: a successor process must know that the bytes are unstable
         if stored is not None:
-            self._unstable.note(written.file.inode, stored.stored())
-        if self._keeping is not None:
-            self._keeping.drop(segment.records)
+            self.unstable.note(written.file.inode, stored.stored())
+        if self.keeping is not None:
+            self.keeping.drop(segment.records)
         self._hold(written, -length)
         if written.error is not None:
             written.find_end()
             self._note(written)
         self._wake_waiters(written)
         if written.dirty:
-            self._pump(written)
+            self.pump(written)
         # once around: a file without space waits for the next completed send
-        for _ in range(len(self._stalled)):
-            if self._in_flight >= self._options.write_flight_bytes:
+        for _ in range(len(self.stalled)):
+            if self.in_flight >= self._options.write_flight_bytes:
                 break
-            self._pump(self._stalled.popitem(last=False)[1])
+            self.pump(self.stalled.popitem(last=False)[1])
 
     def _note(self, written: DirtyFile) -> None:
         if written.entry >= 0:
-            self._keeping.note(written)
+            self.keeping.note(written)
 
     @staticmethod
     def _wake_waiters(written: DirtyFile) -> None:
@@ -336,15 +338,15 @@ class WriteSender:
         ):
             return None
         flush = (
-            self.plain.flush(written, self._number, on_end, otherwise)
+            self.plain.flush(written, self.last_number, on_end, otherwise)
             if self.plain is not None
-            else CloseFlush(self, written, self._number, on_end, otherwise)
+            else CloseFlush(self, written, self.last_number, on_end, otherwise)
         )
         if written.dirty or written.sending:
             for segment in written.segments():
                 segment.due = True
             if written.dirty:
-                self._pump(written)
+                self.pump(written)
             written.flushing = flush
         elif not written.wrote and not written.stored_end:
             return True

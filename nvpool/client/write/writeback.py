@@ -67,22 +67,22 @@ class Writer(WriteSender):
         self._refresh = refresh
         self._report = report
         self.begin_report = begin_report
-        self._keeping = keeping
-        self._files: dict[int, DirtyFile] = {}
-        self._held = 0
-        self._in_flight = 0
-        self._number = 0
-        self._room: list[asyncio.Future] = []
+        self.keeping = keeping
+        self.files: dict[int, DirtyFile] = {}
+        self.held = 0
+        self.in_flight = 0
+        self.last_number = 0
+        self.room_waiters: list[asyncio.Future] = []
         # files that wait for space in flight, in order
-        self._stalled: OrderedDict[int, DirtyFile] = OrderedDict()
+        self.stalled: OrderedDict[int, DirtyFile] = OrderedDict()
         self._tasks: set[asyncio.Task] = set()
-        self._begun: set[SubmittedWrite] = set()
+        self.begun: set[SubmittedWrite] = set()
         self.plain: Any = None
         """The compiled fast path of client/write/fast_writes; None without it.
 
         It accepts the first bytes of small new files, and makes the `CloseFlush` objects.
         """
-        self._unstable = UnstableWrites(
+        self.unstable = UnstableWrites(
             chunks, keeping.note_unstable if keeping is not None else lambda there_is: None, self._was_lost
         )
 
@@ -118,25 +118,25 @@ class Writer(WriteSender):
         return True
 
     def _has_room(self, length: int) -> bool:
-        if self._held + length > self._options.write_buffer_bytes and self._held:
+        if self.held + length > self._options.write_buffer_bytes and self.held:
             return False
-        return self._keeping is None or self._keeping.has_room(length)
+        return self.keeping is None or self.keeping.has_room(length)
 
     def _written(self, file: OpenInode) -> DirtyFile:
         written = DirtyFile(file)
-        if self._keeping is not None:
-            self._keeping.begin(written)
+        if self.keeping is not None:
+            self.keeping.begin(written)
         file.written = written
-        self._files[file.inode] = written
+        self.files[file.inode] = written
         return written
 
     def take_over(self, file: OpenInode, left: JournaledFile) -> None:
         """Continue with the unstored writes that the previous process left for this open file."""
         written = file.written = DirtyFile(file)
-        self._files[file.inode] = written
+        self.files[file.inode] = written
         written.entry = left.entry
         if left.entry < 0:
-            self._keeping.begin(written)
+            self.keeping.begin(written)
         # it is not known which open files have reported the error, so all of them report it
         if left.error or left.met:
             written.met = WritesLost(
@@ -161,13 +161,13 @@ class Writer(WriteSender):
                 piece.record,
             )
         written.find_end()
-        self._keeping.note(written)
-        self._all_due(written)
-        self._pump(written)
+        self.keeping.note(written)
+        self.mark_all_due(written)
+        self.pump(written)
 
     def flushes_all(self, is_unknown: bool) -> None:
         """Record whether stores may have unstable writes of any inode from the previous process."""
-        self._unstable.unknown = is_unknown
+        self.unstable.unknown = is_unknown
 
     def meet(self, file: OpenInode, error: NvpoolError) -> DirtyFile:
         """Record that bytes written to this open file are lost.
@@ -181,7 +181,7 @@ class Writer(WriteSender):
 
     def _was_lost(self, inode: int) -> None:
         """Handle the loss of unstable writes: stores have lost bytes before they were durable."""
-        written = self._files.get(inode)
+        written = self.files.get(inode)
         log.error("inode %d: %s", inode, WritesLost())
         if written is not None:
             self.meet(written.file, WritesLost())
@@ -209,12 +209,12 @@ class Writer(WriteSender):
         )
         written.begun = True
         if begins and not (
-            written.dirty or written.sending or written.paused or self._in_flight or end > 1 << bits
+            written.dirty or written.sending or written.paused or self.in_flight or end > 1 << bits
         ):
             self._begin_with(written, end, data, now_s, unique)
             return
         ready = False
-        keeping, record = self._keeping, None
+        keeping, record = self.keeping, None
         if (end - 1) >> bits == offset >> bits:
             if keeping is not None:
                 record, data = keeping.keep(written, offset, data, unique, True)
@@ -232,19 +232,19 @@ class Writer(WriteSender):
                 ready = self._put_unit(written, place >> bits, place, part, now_s, record) or ready
                 place = border
         if ready:
-            self._pump(written)
+            self.pump(written)
 
     def _begin_with(self, written: DirtyFile, end: int, data, now_s: float, unique: int) -> None:
-        """Send the first bytes of a new file, in one unit, as `_put` and `_pump` would.
+        """Send the first bytes of a new file, in one unit, as `_put` and `pump` would.
 
         The caller has made sure that nothing is in flight.
         """
         record = None
-        if self._keeping is not None:
-            record, data = self._keeping.keep(written, 0, data, unique, True)
+        if self.keeping is not None:
+            record, data = self.keeping.keep(written, 0, data, unique, True)
         self._hold(written, end)
-        self._number += 1
-        segment = DirtyExtent(0, end, [kept(data, record is not None)], self._number, now_s)
+        self.last_number += 1
+        segment = DirtyExtent(0, end, [kept(data, record is not None)], self.last_number, now_s)
         segment.due = True
         if record is not None:
             segment.records.append(record)
@@ -271,8 +271,8 @@ class Writer(WriteSender):
             segment = last
         elif last is None or start > last.end:
             self._hold(written, length)
-            self._number += 1
-            segment = DirtyExtent(start, end, [kept(data, record is not None)], self._number, now_s)
+            self.last_number += 1
+            segment = DirtyExtent(start, end, [kept(data, record is not None)], self.last_number, now_s)
             segments.append(segment)
         else:
             segment = self._merge(written, segments, start, end, data, now_s)
@@ -300,12 +300,12 @@ class Writer(WriteSender):
         for old in touched:
             whole[old.start - first : old.end - first] = old.bytes()
         whole[start - first : end - first] = data
-        self._number += 1
+        self.last_number += 1
         segment = DirtyExtent(
             first,
             last,
             [whole],
-            min([self._number, *[s.number for s in touched]]),
+            min([self.last_number, *[s.number for s in touched]]),
             min([now_s, *[s.born_s for s in touched]]),
         )
         segment.due = any(s.due for s in touched)
@@ -317,26 +317,26 @@ class Writer(WriteSender):
 
     def _hold(self, written: DirtyFile, count: int) -> None:
         written.held += count
-        self._held += count
+        self.held += count
         if count < 0:
             self._make_room()
 
     def _make_room(self) -> None:
-        waiting, self._room = self._room, []
+        waiting, self.room_waiters = self.room_waiters, []
         for future in waiting:
             if not future.done():
                 future.set_result(None)
 
     async def _wait_for_room(self, length: int) -> None:
         deadline_s = self._clock.boottime_s() + self._options.deadline_s
-        while self._held and not self._has_room(length):
-            for written in list(self._files.values()):
-                self._all_due(written)
-                self._pump(written)
-            if not self._held or self._has_room(length):
+        while self.held and not self._has_room(length):
+            for written in list(self.files.values()):
+                self.mark_all_due(written)
+                self.pump(written)
+            if not self.held or self._has_room(length):
                 return
             future = asyncio.get_running_loop().create_future()
-            self._room.append(future)
+            self.room_waiters.append(future)
             try:
                 async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
                     await future
@@ -355,7 +355,7 @@ class Writer(WriteSender):
         written = file.written
         if written is None:
             return
-        number = self._number
+        number = self.last_number
         while True:
             waits = False
             for segment in written.segments():
@@ -363,7 +363,7 @@ class Writer(WriteSender):
                     segment.due = waits = True
             if not waits:
                 return
-            self._pump(written)
+            self.pump(written)
             if written.changed is None or written.changed.done():
                 written.changed = asyncio.get_running_loop().create_future()
             await asyncio.shield(written.changed)
@@ -411,15 +411,15 @@ class Writer(WriteSender):
     @property
     def busy(self) -> bool:
         """Whether there are any written files here, or unstable writes at stores."""
-        return bool(self._files or self._unstable)
+        return bool(self.files or self.unstable)
 
     def has_unstable_writes(self, inode: int) -> bool:
         """Whether stores have unstable writes of the inode that this client has sent."""
-        return inode in self._unstable
+        return inode in self.unstable
 
     async def make_durable(self, inode: int) -> None:
         """Make the inode's stored bytes durable: on return they survive a power loss. WritesLost, once."""
-        await self._unstable.flush(inode)
+        await self.unstable.flush(inode)
 
     # -- truncation ----------------------------------------------------------------------------------------------------
 
@@ -460,15 +460,15 @@ class Writer(WriteSender):
         written = file.written
         if written is not None and written.paused:
             written.paused -= 1
-            self._pump(written)
+            self.pump(written)
 
     def _clip(self, written: DirtyFile, size: int) -> None:
         freed = 0
         for unit, segments in list(written.dirty.items()):
             kept = []
             for segment in segments:
-                if self._keeping is not None and segment.end > size:
-                    self._keeping.clip(segment, size)
+                if self.keeping is not None and segment.end > size:
+                    self.keeping.clip(segment, size)
                 if segment.start >= size:
                     freed += segment.end - segment.start
                     continue
@@ -577,7 +577,7 @@ class Writer(WriteSender):
             written.find_end()
         self._note(written)
         if stored is not None:
-            self._unstable.note(file.inode, stored)
+            self.unstable.note(file.inode, stored)
 
     # -- reads of local bytes ------------------------------------------------------------------------------------------
 
@@ -591,14 +591,14 @@ class Writer(WriteSender):
     async def run_once(self) -> None:
         """Send and report all data older than `write_age_s`, and forget files that are closed and clean."""
         oldest_s = self._clock.boottime_s() - self._options.write_age_s
-        for written in list(self._files.values()):
+        for written in list(self.files.values()):
             file = written.file
             for segments in written.dirty.values():
                 for segment in segments:
                     if segment.born_s <= oldest_s:
                         segment.due = True
             if written.dirty:
-                self._pump(written)
+                self.pump(written)
             if (
                 written.stored_end or (written.wrote and written.wrote_s <= oldest_s) or written.is_broken
             ) and not written.reporting.taken:
@@ -616,7 +616,7 @@ class Writer(WriteSender):
 
     def forget(self, file: OpenInode) -> None:
         """Drop all data of the file after its last handle was closed, stored or not."""
-        written = self._files.get(file.inode)
+        written = self.files.get(file.inode)
         if written is not None and written is file.written:
             self._drop(written)
             freed = sum(s.end - s.start for segments in written.dirty.values() for s in segments)
@@ -625,9 +625,9 @@ class Writer(WriteSender):
             self._wake_waiters(written)
 
     def _drop(self, written: DirtyFile) -> None:
-        del self._files[written.file.inode]
-        if self._keeping is not None:
-            self._keeping.end(written)
+        del self.files[written.file.inode]
+        if self.keeping is not None:
+            self.keeping.end(written)
 
     def lose(self, file: OpenInode) -> None:
         """Drop all unstored and unreported data of the file, because its locks were lost.
@@ -650,13 +650,13 @@ class Writer(WriteSender):
         """
         try:
             async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
-                for written in list(self._files.values()):
+                for written in list(self.files.values()):
                     await self.store(written.file)
                     await self._settle_quietly(written.file)
         except TimeoutError:
             pass
-        sent = not self._held
-        for writing in list(self._begun):
+        sent = not self.held
+        for writing in list(self.begun):
             writing.cancel()
         for task in list(self._tasks):
             task.cancel()
@@ -665,4 +665,4 @@ class Writer(WriteSender):
         return sent
 
     def held_bytes(self) -> int:
-        return self._held
+        return self.held

@@ -300,8 +300,8 @@ cdef class CachedReplies:
         self._opens, self._squashes_root = not ops.options.writeback, vfs.squashes_root
         self._fd, self._buffer, self._spent = requests.fd, requests.buffer, requests.spent
         self._files, self._sent_changes, self._seen, self._owners = ops.files.by_handle, ops.cached_names.sent_changes, ops.cached_pages.seen, vfs.locks.owners
-        self._open, self._attrs, self._entries, self._whole = cache.open, cache._attrs, cache._entries, cache._whole
-        self._leases_by_inode, self._directories = vfs.leases._leases, vfs.lookup_prefetch._directories
+        self._open, self._attrs, self._entries, self._whole = cache.open, cache.attrs, cache.entries, cache.complete_dirs
+        self._leases_by_inode, self._directories = vfs.leases.by_inode, vfs.lookup_prefetch.directories
         self._clock = vfs.clock
         self._is_system = type(vfs.clock) is SystemClock
         self._is_subtree = is_subtree
@@ -311,7 +311,7 @@ cdef class CachedReplies:
         self._attr_s, self._attr_ns = requests.keep_attr
         self._entry_s, self._entry_ns = requests.keep_entry
         self._takers = takers
-        self._view, self._shards = vfs.meta._view, vfs.meta._shards
+        self._view, self._shards = vfs.meta.view, vfs.meta.shards
         self._published_of, self._published_writing = ops.published.handles_of, ops.published.writing
         self._handles, self._layout = ops.handles, Layout(0, 0)
         self._chunk_bits = self._chunk_mask = 0
@@ -451,7 +451,7 @@ cdef class CachedReplies:
         cdef double from_s
         if born_s + age_s <= now_s:
             return False
-        from_s = self._cache._trusted_from_s
+        from_s = self._cache.trusted_from_s
         return born_s >= from_s
 
     cdef object attr(self, object inode, double age_s, double now_s, bint is_for_kernel):
@@ -732,7 +732,7 @@ cdef class CachedReplies:
         return file
 
     cdef object state_of(self, uint64_t inode):
-        """Compiled `MetaClient._shard_of`; None: there is no state yet."""
+        """Compiled `MetaClient.shard_session`; None: there is no state yet."""
         cdef PyObject *found
         pool_map = self._view.map
         if pool_map is not self._known_map:

@@ -377,16 +377,16 @@ cdef class Creates(PendingReply):
         self.ops, self.vfs, self.meta, self.in_work_max = ops, vfs, meta, in_work_max
         self.cached_names, self.pages, self.bypass, self.changes = ops.cached_names, ops.cached_pages, ops.bypass, ops.changes
         self.fd, self.buffer, self.work = requests.fd, requests.buffer, requests.work
-        self.view, self.dialer, self.shards = meta._view, meta._dialer, meta._shards
-        self.counters, self.held, self.early = meta.counters, meta.once.held, meta.once._early
-        self.cache, self.opened, self.attrs, self.entries = cache, cache.open, cache._attrs, cache._entries
-        self.renamed, self.complete_dirs, self.cached_max = cache._renamed_s, cache._whole, cache._options.cached_entries
-        self.leases, self.leases_by_inode, self.writer = vfs.leases, vfs.leases._leases, vfs.writer
+        self.view, self.dialer, self.shards = meta.view, meta.dialer, meta.shards
+        self.counters, self.held, self.early = meta.counters, meta.once.held, meta.once.early
+        self.cache, self.opened, self.attrs, self.entries = cache, cache.open, cache.attrs, cache.entries
+        self.renamed, self.complete_dirs, self.cached_max = cache.renamed_s, cache.complete_dirs, cache.options.cached_entries
+        self.leases, self.leases_by_inode, self.writer = vfs.leases, vfs.leases.by_inode, vfs.writer
         self.handles, self.table, self.published, self.barred = ops.handles, memory.handles, ops.published, ops.published.barred
         self.files, self.appending, self.sent_changes, self.seen = ops.files.by_handle, ops.files.appending, ops.cached_names.sent_changes, ops.cached_pages.seen
-        self._clock = meta._clock
-        self.is_system = type(meta._clock) is SystemClock
-        self.patience_s = meta._options.deadline_s
+        self._clock = meta.clock
+        self.is_system = type(meta.clock) is SystemClock
+        self.patience_s = meta.options.deadline_s
         self.writeback, self.names_count = ops.options.writeback, bool(ops.options.entry_timeout_s)
         self.turn = TURN
         self.keep_s[0], self.keep_ns[0] = requests.keep_entry
@@ -452,7 +452,7 @@ cdef class Creates(PendingReply):
             return False
         state = <object>found
         session, slots = state.session, state.slots
-        if (not session or not slots or state.waiting or self.meta._closed or state.record < 0
+        if (not session or not slots or state.waiting or self.meta.closed or state.record < 0
                 or state.slot_count > slots_max):
             return False
         found = PyDict_GetItem(self.endpoints, state.shard)
@@ -541,7 +541,7 @@ cdef class Creates(PendingReply):
         renamed[parent] = now
         if len(renamed) > renamed_max:
             for old in too_old(renamed, renamed_max):
-                self.cache._renamed_floor_s = max(self.cache._renamed_floor_s, renamed.pop(old))
+                self.cache.renamed_floor_s = max(self.cache.renamed_floor_s, renamed.pop(old))
         return 0
 
     cdef CreateConnection way_of(self, connection):
@@ -677,12 +677,12 @@ cdef class Creates(PendingReply):
                 lease = self.leases.take(inode, born.lease_ms, one.sent_s, grant if born.grant[1] & READ_RIGHT else b"")
             else:
                 until_s = one.sent_s + <double>born.lease_ms * watch_share / 1000
-                self.leases._number += 1
+                self.leases.last_number += 1
                 lease = tuple.__new__(InodeLease, (until_s, now, grant if born.grant[1] & READ_RIGHT else b"", watch,
-                                              self.leases._number))
+                                              self.leases.last_number))
                 self.leases_by_inode[inode] = lease
-                if len(self.leases_by_inode) > self.leases._count_max:
-                    trim(self.leases_by_inode, self.leases._count_max)
+                if len(self.leases_by_inode) > self.leases.count_max:
+                    trim(self.leases_by_inode, self.leases.count_max)
                 if now_s >= until_s or now_s >= watch.until_s:
                     lease = None
                 else:

@@ -157,10 +157,10 @@ cdef class RemoteReads(PendingReply):
         self.path, self.requests, self.chunks, self.in_work_max = path, requests, chunks, in_work_max
         self._fd, self._buffer, self._work = requests.fd, requests.buffer, requests.work
         self._pages, self._files, self._paged = ops.cached_pages, ops.files.by_handle, ops.cached_pages.paged
-        self.short_circuit, self.dialer, self.replicas = chunks.short, chunks._dialer, chunks.replicas
-        self._counters, self._clock = chunks.counters, chunks._clock
-        self.is_system = type(chunks._clock) is SystemClock
-        self.patience_s, self.flags = chunks._options.deadline_s, chunks._read_flags
+        self.short_circuit, self.dialer, self.replicas = chunks.short, chunks.dialer, chunks.replicas
+        self._counters, self._clock = chunks.counters, chunks.clock
+        self.is_system = type(chunks.clock) is SystemClock
+        self.patience_s, self.flags = chunks.options.deadline_s, chunks.read_flags
         self.ways, self.scratches, self.turn = {}, {}, TURN
         self.spares, self.waiting = [], []
 

@@ -223,13 +223,13 @@ cdef class SmallFileReads(PendingReply):
         chunks, requests = vfs.chunks, path.requests
         self.path, self.requests, self._pages, self._in_work_max = path, requests, ops.cached_pages, in_work_max
         self._fd, self._buffer, self._work, self._spent = requests.fd, requests.buffer, requests.work, requests.spent
-        self._files, self._paged, self._leases_by_inode = ops.files.by_handle, ops.cached_pages.paged, vfs.leases._leases
-        self._reader, self._chunks, self._contents, self._short_circuit = vfs.reader, chunks, vfs.reader._contents, chunks.short
-        self._kept, self._contents_counters = self._contents._kept, self._contents.counters
-        self._dialer, self._replicas, self._view = chunks._dialer, chunks.replicas, chunks._view
-        self._counters, self._clock = chunks.counters, chunks._clock
-        self._is_system = type(chunks._clock) is SystemClock
-        self._patience_s, self._attr_s, self._flags = chunks._options.deadline_s, vfs.options.attr_s, chunks._read_flags
+        self._files, self._paged, self._leases_by_inode = ops.files.by_handle, ops.cached_pages.paged, vfs.leases.by_inode
+        self._reader, self._chunks, self._contents, self._short_circuit = vfs.reader, chunks, vfs.reader.contents, chunks.short
+        self._kept, self._contents_counters = self._contents.kept, self._contents.counters
+        self._dialer, self._replicas, self._view = chunks.dialer, chunks.replicas, chunks.view
+        self._counters, self._clock = chunks.counters, chunks.clock
+        self._is_system = type(chunks.clock) is SystemClock
+        self._patience_s, self._attr_s, self._flags = chunks.options.deadline_s, vfs.options.attr_s, chunks.read_flags
         self._lanes, self._pending, self.scratches = {}, {}, {}
 
     cdef double now_s(self) except -1:
@@ -557,11 +557,11 @@ cdef class SmallFileReads(PendingReply):
         if not is_wanted or get(file, file_attr).change != one.change or get(file, file_written) is not None:
             return 0
         inode, kept = get(file, file_inode), self._contents
-        if inode in self._kept or <Py_ssize_t>kept._bytes + <Py_ssize_t>len(whole) + entry_bytes > <Py_ssize_t>kept._bytes_max:
+        if inode in self._kept or <Py_ssize_t>kept.byte_count + <Py_ssize_t>len(whole) + entry_bytes > <Py_ssize_t>kept.bytes_max:
             kept.put(inode, one.change, whole, one.asked_s)
         else:
             self._kept[inode] = one.change, whole, one.asked_s
-            kept._bytes += len(whole) + entry_bytes
+            kept.byte_count += len(whole) + entry_bytes
         return 0
 
     cdef int broken(self, PendingSmallRead one, error) except -1:

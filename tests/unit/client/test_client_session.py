@@ -63,7 +63,7 @@ class Case:
         return list(self.pool.stores.values())
 
     def chunks_in_flight(self) -> int:
-        return sum(lane.in_flight for lane in self.vfs.chunks._lanes.values())
+        return sum(lane.in_flight for lane in self.vfs.chunks.lanes.values())
 
     async def file(self, content: bytes = b"", name: bytes = b"file", flags: int = os.O_RDWR):
         handle = (await self.vfs.create(ROOT_INODE, name, 0o644, flags, ME))[1]
@@ -466,7 +466,7 @@ def test_ended_session_is_replaced_and_files_stay_usable():
     async def main() -> None:
         async with Case() as case:
             handle = await case.file(b"hello")
-            state = next(iter(case.vfs.meta._shards.values()))
+            state = next(iter(case.vfs.meta.shards.values()))
             old = state.session
             service = case.pool.meta
             service.session_handlers.end_session(
@@ -501,7 +501,7 @@ def test_cancelled_read_does_not_write_to_its_buffer(pieces):
             await asyncio.gather(reading, return_exceptions=True)
             await asyncio.sleep(0)
             memory[:] = b"!" * len(memory)
-            await until(lambda: all(lane.in_flight == 0 for lane in case.vfs.chunks._lanes.values()))
+            await until(lambda: all(lane.in_flight == 0 for lane in case.vfs.chunks.lanes.values()))
             await asyncio.sleep(0.2)
             assert memory == b"!" * len(memory)
 
@@ -532,8 +532,8 @@ def test_open_files_are_named_until_the_shard_replies():
         async with Case(meta_options=MetaOptions(session_lease_s=3.0)) as case:
             handle = await case.file(b"still here")
             meta = case.vfs.meta
-            state = next(iter(meta._shards.values()))
-            send = meta._send
+            state = next(iter(meta.shards.values()))
+            send = meta.send
             lost = []
 
             async def losing(of, method, request, deadline_s):
@@ -542,7 +542,7 @@ def test_open_files_are_named_until_the_shard_replies():
                     raise Disconnected("lost on the way", may_be_applied=False)
                 return await send(of, method, request, deadline_s)
 
-            meta._send = losing
+            meta.send = losing
             most = 2
             await case.pool.stop_shard()
             await case.pool.start_shard()
@@ -573,18 +573,18 @@ def test_waiting_for_a_shared_request_respects_the_deadline(asked):
         async with Case() as case:
             await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
             meta, held = case.vfs.meta, []
-            state = meta._shard_of(ROOT_INODE)
+            state = meta.shard_session(ROOT_INODE)
             before = case.pool.meta.routes[asked]
             case.pool.meta.routes[asked] = held.append
             state.met = None
             if asked == wire_pb2.META_OPEN_SESSION:
-                meta._lost(state, state.session)
+                meta.session_lost(state, state.session)
             asking = asyncio.create_task(case.vfs.mkdir(ROOT_INODE, b"e", 0o755, ME))
             await until(lambda: held)
             soon_s = case.pool.clock.boottime_s() + 0.05
             with pytest.raises(DeadlineExceeded) as refused:
                 if state.session:
-                    await meta._send(
+                    await meta.send(
                         state, wire_pb2.META_RELEASE, meta_pb2.ReleaseRequest(session=state.session), soon_s
                     )
                 else:
@@ -619,7 +619,7 @@ def test_request_finds_a_moved_shard_without_a_watch():
             await pool.start_shard()
             request = meta_pb2.MetaStatusRequest()
             reply = await case.vfs.meta.ask_shard(1, wire_pb2.META_STATUS, request, meta_pb2.MetaStatusReply)
-            assert reply.state == "serving" and case.vfs.meta._view.map.epoch == pool.pool_map.epoch
+            assert reply.state == "serving" and case.vfs.meta.view.map.epoch == pool.pool_map.epoch
 
     run(main())
 
@@ -629,9 +629,9 @@ def test_late_refusal_of_an_old_session_is_ignored():
         async with Case() as case:
             await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
             meta = case.vfs.meta
-            state = next(iter(meta._shards.values()))
+            state = next(iter(meta.shards.values()))
             service = case.pool.meta
-            send = meta._send
+            send = meta.send
             held = asyncio.Event()
 
             async def slow(of, method, request, deadline_s):
@@ -642,7 +642,7 @@ def test_late_refusal_of_an_old_session_is_ignored():
                         await held.wait()
                     raise
 
-            meta._send = slow
+            meta.send = slow
             service.session_handlers.end_session(service.parts.sessions.get(state.session), 0.0)
             asking = asyncio.create_task(case.vfs.getattr(ROOT_INODE))
             await asyncio.sleep(0.01)
@@ -800,7 +800,7 @@ def test_read_ahead_never_returns_bytes_from_before_a_write():
             assert case.vfs.reader.counters["ahead_hits"] > 0
             await case.vfs.release(handle)
             await case.vfs.release(second)
-            assert case.vfs.reader._ahead_bytes == 0
+            assert case.vfs.reader.ahead_bytes == 0
 
     run(main())
 

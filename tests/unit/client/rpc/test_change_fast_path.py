@@ -89,7 +89,7 @@ class Case:
 
     @property
     def state(self):
-        return self.vfs.meta._shards[1]
+        return self.vfs.meta.shards[1]
 
     def create(self, name: bytes, flags: int = MAKE, unique: int = UNIQUE) -> Completion:
         completion = Completion()
@@ -117,12 +117,12 @@ class Case:
 
     async def stores_answer(self, *said: NvpoolError | None, sent: bool = False) -> None:
         for target in self.pool.pool_map.targets:
-            await self.vfs.chunks._dialer.connect(target.endpoints, SYSTEM_CLOCK.boottime_s() + 5)
+            await self.vfs.chunks.dialer.connect(target.endpoints, SYSTEM_CLOCK.boottime_s() + 5)
             self.answers_instead(*said, sent=sent, endpoints=target.endpoints)
 
     def answers_instead(self, *said: NvpoolError | None, sent: bool, endpoints=None) -> None:
         """Answer the next requests over the connection with `said` instead, None: not at all; `sent`: after execution."""
-        connection = self.vfs.meta._dialer.live(endpoints or self.pool.pool_map.shards[0].endpoints)
+        connection = self.vfs.meta.dialer.live(endpoints or self.pool.pool_map.shards[0].endpoints)
         submit, left = connection.submit, list(said)
 
         def answer(method, message, payload=(), *, on_done, **named):
@@ -341,7 +341,7 @@ def test_idle_client_finds_the_new_primary_later():
 
     async def whole() -> None:
         async with case(InProcessPool(serves_map=True)) as here:
-            pool, view = here.pool, here.vfs.meta._view
+            pool, view = here.pool, here.vfs.meta.view
             service = pool.metas[1]
             await pool._hang_up("meta", 1, 0.0)
             await asyncio.sleep(FOLLOW_S + 1.0)
@@ -376,13 +376,13 @@ def test_change_is_not_repeated_in_another_session():
     async def work(here: Case) -> None:
         here.answers_instead(Disconnected("lost"), sent=True)
         completion = here.create(b"f")
-        send = here.vfs.meta._send
+        send = here.vfs.meta.send
 
         async def ended(state, method, request, deadline_s):
-            here.vfs.meta._send = send
+            here.vfs.meta.send = send
             raise StaleSession()
 
-        here.vfs.meta._send = ended
+        here.vfs.meta.send = ended
         with pytest.raises(Disconnected):
             await completion.end
         here.answered()
@@ -478,13 +478,13 @@ def test_fast_path_declines_when_it_would_wait():
         meta.once.held[UNIQUE] = None
         nothing()
         del meta.once.held[UNIQUE]
-        dialer, endpoints = meta._dialer, here.pool.pool_map.shards[0].endpoints
+        dialer, endpoints = meta.dialer, here.pool.pool_map.shards[0].endpoints
         live = dialer._live.pop(endpoints)
         nothing()
         dialer._live[endpoints] = live
-        meta._closed = True
+        meta.closed = True
         nothing()
-        meta._closed = False
+        meta.closed = False
         await here.create(b"f").end
         assert vfs.cache.entry(ROOT_INODE, b"f", 1.0)
 
@@ -521,7 +521,7 @@ def test_unstable_mark_is_set_before_bytes_are_dropped():
     async def work(here: Case) -> None:
         _, handle = await here.create(b"f").end
         await here.stores_answer()
-        unstable, seen = here.vfs.writer._unstable, []
+        unstable, seen = here.vfs.writer.unstable, []
         note = unstable._changed
         unstable._changed = lambda there_is: (
             note(there_is),
@@ -545,10 +545,10 @@ def test_write_with_a_lost_reply_is_retried(error, sent):
         _, handle = await here.create(b"f").end
         content = os.urandom(5000)
         await here.stores_answer(error, sent=sent)
-        slots = len(here.vfs.chunks._slots)
+        slots = len(here.vfs.chunks.slots)
         assert here.vfs.write_now(handle, 0, content)
         await here.flush(handle).end
-        assert len(here.vfs.chunks._slots) == slots
+        assert len(here.vfs.chunks.slots) == slots
         reader = await here.vfs.open(handle.inode, os.O_RDONLY, ME)
         assert bytes(await here.vfs.read(reader, 0, 8192)) == content
 

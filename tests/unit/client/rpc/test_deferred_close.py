@@ -54,14 +54,14 @@ async def pool_and_client():
 
 def on_the_way(client, method: int, what) -> None:
     """From now on `what(send)` sends the messages of that method and returns the reply."""
-    before = client.vfs.meta._send
+    before = client.vfs.meta.send
 
     async def send(state, asked, request, deadline_s):
         if asked != method:
             return await before(state, asked, request, deadline_s)
         return await what(lambda: before(state, asked, request, deadline_s))
 
-    client.vfs.meta._send = send
+    client.vfs.meta.send = send
 
 
 def losing(times: int, *, sent: bool):
@@ -135,7 +135,7 @@ def test_file_opened_by_a_late_reply_is_not_given_up():
             on_the_way(client, wire_pb2.META_CREATE, late)
             creating = asyncio.ensure_future(vfs.create(ROOT_INODE, b"f", 0o644, os.O_RDWR, ME))
             await until(lambda: session_of(pool).opens)
-            state = next(iter(vfs.meta._shards.values()))
+            state = next(iter(vfs.meta.shards.values()))
             await until(lambda: state.doubts)
             await vfs.unlink(ROOT_INODE, b"f", ME)
             await asyncio.sleep(2 * LEASE_S)

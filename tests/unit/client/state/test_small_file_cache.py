@@ -361,7 +361,7 @@ def test_contended_file_gets_no_repeated_leases():
 
 
 def state_of(vfs):
-    return next(iter(vfs.meta._shards.values()))
+    return next(iter(vfs.meta.shards.values()))
 
 
 def test_silent_client_delays_a_change_only_once():

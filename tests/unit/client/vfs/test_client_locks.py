@@ -200,7 +200,7 @@ async def test_interrupted_waiter_leaves_the_queue_immediately(c):
 
 async def slow_answers(vfs, seconds: float) -> None:
     """Delay replies to lock requests; the shard has carried them out by then."""
-    send = vfs.meta._send
+    send = vfs.meta.send
 
     async def slow(state, method, request, deadline_s):
         raw = await send(state, method, request, deadline_s)
@@ -208,7 +208,7 @@ async def slow_answers(vfs, seconds: float) -> None:
             await asyncio.sleep(seconds)
         return raw
 
-    vfs.meta._send = slow
+    vfs.meta.send = slow
 
 
 @pytest.mark.parametrize("before", [[], [(0, 4, SHARED)], [(3, 3, EXCLUSIVE), (7, 20, SHARED)]])
@@ -244,7 +244,7 @@ async def test_same_owner_waits_until_the_interrupted_lock_is_undone(c):
 
 @case()
 async def test_lock_with_a_lost_reply_is_released(c):
-    send = c.here.meta._send
+    send = c.here.meta.send
 
     async def losing(state, method, request, deadline_s):
         raw = await send(state, method, request, deadline_s)
@@ -252,8 +252,8 @@ async def test_lock_with_a_lost_reply_is_released(c):
             raise Disconnected("lost on the way back")
         return raw
 
-    c.here.meta._send = losing
-    c.here.meta._options = OPTIONS._replace(deadline_s=0.3)
+    c.here.meta.send = losing
+    c.here.meta.options = OPTIONS._replace(deadline_s=0.3)
     with pytest.raises(Unavailable):
         await c.here.setlk(c.mine, 1, *ALL, EXCLUSIVE)
     assert await c.held() == [(*ALL, EXCLUSIVE)]
@@ -380,7 +380,7 @@ async def test_locks_and_waiters_survive_a_restart_of_the_shard(c):
 @case()
 async def test_unlock_is_sent_when_the_shard_is_back(c):
     await c.here.setlk(c.mine, 1, *ALL, EXCLUSIVE)
-    c.here.meta._options = OPTIONS._replace(deadline_s=0.2)
+    c.here.meta.options = OPTIONS._replace(deadline_s=0.2)
     await c.pool.stop_shard()
     await c.here.flush(c.mine, 1)
     await c.pool.start_shard()
@@ -477,7 +477,7 @@ def test_lock_of_a_vanished_client_is_free_after_its_grants(monkeypatch):
             async def silent(*arguments):
                 raise Disconnected("cut off")
 
-            c.here.meta._send = silent
+            c.here.meta.send = silent
             began = asyncio.get_running_loop().time()
             await c.there.setlk(c.theirs, 1, *ALL, EXCLUSIVE, wait=True)
             assert asyncio.get_running_loop().time() - began > 1.0

@@ -239,7 +239,7 @@ def test_striped_directory_is_listed_at_all_its_shards(shards):
             there, names = await filled(other, 300, wide=True)
             await one.getattr(ROOT_INODE)
             await one.getattr(there)
-            for shard in one.meta._shards.values():
+            for shard in one.meta.shards.values():
                 assert shard.session
             for name in names:
                 assert (await find(one, there, name)).size == len(b"content of " + name)
@@ -295,7 +295,7 @@ def test_share_rises_after_a_useless_listing():
     missed(100)
     assert not known.is_to_be_known(1, 800)
     missed(300)
-    assert known.is_to_be_known(1, 800) and known._directories[1].share == SHARE / 4
+    assert known.is_to_be_known(1, 800) and known.directories[1].share == SHARE / 4
 
 
 def test_grants_of_a_listing_belong_to_its_leased_files():

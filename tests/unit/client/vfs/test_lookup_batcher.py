@@ -470,7 +470,7 @@ def test_bytes_read_without_a_lease_are_validated():
             while case.pool.meta.parts.sessions.holders:  # noqa: ASYNC110 - until the service knows what was closed
                 await asyncio.sleep(0.01)
             kept, gone = await opened(case, b"kept"), await opened(case, b"gone")
-            case.one.meta._shards[1].unreported.pop(gone.inode)  # as if the report of it were lost
+            case.one.meta.shards[1].unreported.pop(gone.inode)  # as if the report of it were lost
             part = case.one.begin_read(kept, 0, 7)
             assert kept.file.unreported
             case.one.leases.forget(kept.inode)

@@ -164,7 +164,7 @@ def test_interrupted_append_releases_its_reservation():
     async def main() -> None:
         async with Case() as case:
             await case.one.write(case.first, 0, b"one\n")
-            send, decided = case.one.meta._send, asyncio.Event()
+            send, decided = case.one.meta.send, asyncio.Event()
 
             async def losing(of, method, request, deadline_s):
                 answer = await send(of, method, request, deadline_s)
@@ -173,13 +173,13 @@ def test_interrupted_append_releases_its_reservation():
                     await asyncio.Event().wait()
                 return answer
 
-            case.one.meta._send = losing
+            case.one.meta.send = losing
             writing = asyncio.create_task(case.one.write(case.first, 0, b"never\n"))
             await decided.wait()
             writing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await writing
-            case.one.meta._send = send
+            case.one.meta.send = send
             await case.two.write(case.second, 0, b"two\n")
             await case.two.flush(case.second)
             await case.one.write(case.first, 0, b"three\n")

@@ -126,11 +126,11 @@ class Case:
         _, handle = await self.vfs.create(ROOT_INODE, name, 0o640, os.O_RDWR | os.O_CREAT | os.O_EXCL, ME)
         target = self.pool.pool_map.tables[0].chains[chain_of(handle.inode, 0)].targets[0]
         endpoints = self.pool.pool_map.target_by_id[target].endpoints
-        return handle, Wire(await self.vfs.chunks._dialer.connect(endpoints, SYSTEM_CLOCK.boottime_s() + 5))
+        return handle, Wire(await self.vfs.chunks.dialer.connect(endpoints, SYSTEM_CLOCK.boottime_s() + 5))
 
     @property
     def meta(self):
-        return self.vfs.meta._dialer.live(self.pool.pool_map.shards[0].endpoints)
+        return self.vfs.meta.dialer.live(self.pool.pool_map.shards[0].endpoints)
 
     def flush(self, handle) -> asyncio.Future:
         flushed = asyncio.get_running_loop().create_future()
@@ -152,22 +152,22 @@ class Case:
         vfs, file = self.vfs, handle.file
         writer, written = vfs.writer, file.written
         found = {
-            "held": writer._held,
-            "in flight": writer._in_flight,
-            "number": writer._number,
-            "sent": len(writer._begun),
-            "unstable": dict(writer._unstable._recent.get(file.inode, {})),
+            "held": writer.held,
+            "in flight": writer.in_flight,
+            "number": writer.last_number,
+            "sent": len(writer.begun),
+            "unstable": dict(writer.unstable._recent.get(file.inode, {})),
             "word": self.kept.word(Word.UNSTABLE),
             "writes": self.kept.writes.valid(),
             "files": self.kept.files.valid(),
-            "kept": vfs.keeping._number,
+            "kept": vfs.keeping.last_number,
             "taken": self.kept.arena.taken,
             "used": list(self.kept.arena.used[:4]),
-            "slots": sorted(vfs.chunks._slots),
+            "slots": sorted(vfs.chunks.slots),
             "sequence": vfs.chunks.sequence,
             "counted": vfs.chunks.counters["writes"],
             "changes": vfs.meta.counters["changes"],
-            "meta slots": sorted(vfs.meta._shards[1].slots),
+            "meta slots": sorted(vfs.meta.shards[1].slots),
             "size": file.attr.size,
             "change": file.attr.change,
             "grant used": file.grant_used,
@@ -235,7 +235,7 @@ def test_write_and_report_frames_and_accounting(length, way):
         handle, wire = await here.begin()
         file, chunks = handle.file, here.vfs.chunks
         meta = Wire(here.meta)
-        slot, sequence, number = chunks._slots[-1], chunks.sequence + 1, wire.connection._number + 1
+        slot, sequence, number = chunks.slots[-1], chunks.sequence + 1, wire.connection._number + 1
         before = here.accounting(handle)
         assert here.vfs.write_now(handle, 0, content, 77)
         # the kernel may be answered now
@@ -265,14 +265,14 @@ def test_write_and_report_frames_and_accounting(length, way):
             == length
         )
         assert accounting["begun"] and accounting["sent"] == 1 and accounting["wrote"]
-        assert (type(next(iter(here.vfs.writer._begun))).__name__ == "SentWrite") == (way == "compiled")
+        assert (type(next(iter(here.vfs.writer.begun))).__name__ == "SentWrite") == (way == "compiled")
         assert accounting["changes"] == before["changes"] and accounting["slots"] == sorted(
             set(before["slots"]) - {slot}
         )
         assert file.size == length and here.vfs.writer.overlay(file, 10, 20) == [(10, 20, content[10:20])]
         flushed = here.flush(handle)
         assert not meta.sent
-        slot, sequence = here.vfs.meta._shards[1].slots[0]
+        slot, sequence = here.vfs.meta.shards[1].slots[0]
         await flushed
         (frame,) = meta.sent
         kind, code, _, _, message, payload = _decoded(frame)
@@ -281,7 +281,7 @@ def test_write_and_report_frames_and_accounting(length, way):
         )
         change = request.change
         change.session, change.slot, change.sequence, change.map_epoch = (
-            here.vfs.meta._shards[1].session,
+            here.vfs.meta.shards[1].session,
             slot,
             sequence + 1,
             1,
@@ -363,14 +363,14 @@ def test_bytes_in_flight_to_stores_are_bounded():
             wire.hold = True
         for handle, _ in handles:
             assert here.vfs.write_now(handle, 0, bytes(30_000))
-        assert here.vfs.writer._in_flight == 60_000 and here.vfs.writer.held_bytes() == 120_000
+        assert here.vfs.writer.in_flight == 60_000 and here.vfs.writer.held_bytes() == 120_000
         for _, wire in handles:
             wire.hold = False
             while wire.connection._in_flight:
                 wire.answer(encode_write_reply(1, bytes(16)))
         for handle, _ in handles:
             await here.flush(handle)
-        assert here.vfs.writer._in_flight == 0 and not here.kept.writes.valid()
+        assert here.vfs.writer.in_flight == 0 and not here.kept.writes.valid()
 
     scene(work, write_flight_bytes=70_000)
 
@@ -384,7 +384,7 @@ GOOD = encode_write_reply(1, bytes(16))
 def test_invalid_reply_makes_the_write_a_replay(message):
     async def work(here: Case) -> None:
         handle, wire = await here.begin()
-        slots = len(here.vfs.chunks._slots)
+        slots = len(here.vfs.chunks.slots)
         wire.hold = True
         content = os.urandom(4096)
         assert here.vfs.write_now(handle, 0, content)
@@ -394,7 +394,7 @@ def test_invalid_reply_makes_the_write_a_replay(message):
         await flushed
         first, second = (_decoded(frame) for frame in wire.sent)
         assert first[4] == second[4] and first[5] == second[5] and first[2] != second[2]
-        assert len(here.vfs.chunks._slots) == slots
+        assert len(here.vfs.chunks.slots) == slots
         assert bytes(await here.vfs.read(handle, 0, 8192)) == content and not here.kept.writes.valid()
 
     scene(work)
@@ -535,14 +535,14 @@ def test_client_close_fails_the_pending_flush():
         wire.hold = True
         assert here.vfs.write_now(handle, 0, bytes(4096))
         flushed = here.flush(handle)
-        slots = len(here.vfs.chunks._slots)
+        slots = len(here.vfs.chunks.slots)
         assert not await here.vfs.writer.close(0.0)
         with pytest.raises(Exception, match="closed"):
             await flushed
         assert (
             not wire.connection._in_flight
-            and not here.vfs.writer._begun
-            and len(here.vfs.chunks._slots) == slots + 1
+            and not here.vfs.writer.begun
+            and len(here.vfs.chunks.slots) == slots + 1
         )
 
     scene(work)
@@ -570,9 +570,7 @@ def test_bytes_that_the_socket_queues_are_sent_in_order():
             _, handle = await here.vfs.create(ROOT_INODE, b"%d" % number, 0o640, os.O_RDWR | os.O_CREAT, ME)
             made.append((handle, numbers.randbytes(numbers.choice((4096, 32768)))))
         for target in here.pool.pool_map.targets:
-            connection = await here.vfs.chunks._dialer.connect(
-                target.endpoints, SYSTEM_CLOCK.boottime_s() + 5
-            )
+            connection = await here.vfs.chunks.dialer.connect(target.endpoints, SYSTEM_CLOCK.boottime_s() + 5)
             connection._transport.get_extra_info("socket").setsockopt(
                 socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
             )
@@ -603,8 +601,8 @@ def test_many_concurrent_writes_are_stored():
             await here.vfs.release(handle)
         assert not here.kept.writes.valid() and not here.kept.files.valid() and here.kept.arena.taken == 0
         assert (
-            len(here.vfs.chunks._slots) == 64
-            and here.vfs.writer.held_bytes() == here.vfs.writer._in_flight == 0
+            len(here.vfs.chunks.slots) == 64
+            and here.vfs.writer.held_bytes() == here.vfs.writer.in_flight == 0
         )
 
     scene(work)

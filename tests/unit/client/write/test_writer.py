@@ -192,8 +192,8 @@ def test_random_writes_end_as_the_last_of_each_byte():
             if step % 40 == 0:
                 await case.flush()
             elif step % 17 == 0:
-                case.writer._all_due(case.file.written)
-                case.writer._pump(case.file.written)
+                case.writer.mark_all_due(case.file.written)
+                case.writer.pump(case.file.written)
         await case.flush()
         server.cancel()
         assert case.stores.content == expected

@@ -222,14 +222,14 @@ def test_pending_release_is_sent_to_the_new_shard():
             if meta.shard_of(attr.inode) == 1:
                 closed.append((attr.inode, handle))
         async with asyncio.timeout(WAIT_S):
-            while any(state.releasing and not state.releasing.done() for state in meta._shards.values()):  # noqa: ASYNC110
+            while any(state.releasing and not state.releasing.done() for state in meta.shards.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        meta._options = OPTIONS._replace(release_s=1000.0)
+        meta.options = OPTIONS._replace(release_s=1000.0)
         for _, handle in closed:
             await vfs.release(handle)
         await asyncio.sleep(0.01)  # now the releases wait to be sent
-        meta._options = OPTIONS
-        here = set(meta._shards[1].released)
+        meta.options = OPTIONS
+        here = set(meta.shards[1].released)
         assert here and here <= {inode for inode, _ in closed}
         await moving.remove(1)
         orphans = moving.pool.metas[2].parts.collector.orphans

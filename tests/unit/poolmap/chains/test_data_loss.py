@@ -131,7 +131,7 @@ class Scene:
         await self.pool.change_map(
             lambda now: with_reset_chains(now, ownerless(now), births_of(now, counters), {2, 3})
         )
-        await self.chunks._view.refresh()
+        await self.chunks.view.refresh()
 
     async def read(self, handle, index, length=MIB):
         return bytes(await self.vfs.read(handle, index * MIB, length))

@@ -180,9 +180,9 @@ def test_caches_of_listings_are_bounded():
     assert caches.cache.entry(ROOT, b"1", 1e9) is None and caches.cache.entry(ROOT, b"999", 1e9) == 999
     assert caches.leases.held(1) is None and caches.leases.held(999)
     assert (
-        len(caches.cache._attrs) <= 100
-        and len(caches.cache._entries) <= 100
-        and len(caches.leases._leases) <= 100
+        len(caches.cache.attrs) <= 100
+        and len(caches.cache.entries) <= 100
+        and len(caches.leases.by_inode) <= 100
     )
 
 

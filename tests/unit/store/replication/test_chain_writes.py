@@ -357,7 +357,7 @@ async def test_waiting_read_fails_when_its_target_leaves_the_chain(tmp_path):
             pool.pool_map.epoch, head, [file.grant], READ.pack(inode, 0, 0, 4096, 0, 0), False
         )
         reading = asyncio.create_task(
-            vfs.chunks._dialer.call(
+            vfs.chunks.dialer.call(
                 pool.pool_map.target_by_id[head].endpoints,
                 Method.DATA_READ,
                 message,
