@@ -173,16 +173,16 @@ class KnownPaths:
     """
 
     def __init__(self, pool_map: Callable[[], PoolMap], dialer, clock: Clock):
-        self._finder = PathFinder(pool_map, dialer, clock)
+        self.finder = PathFinder(pool_map, dialer, clock)
         self._clock = clock
-        self._known: dict[int, tuple[float, bytes | None]] = {}  # inode -> (until when, path)
+        self.known: dict[int, tuple[float, bytes | None]] = {}  # inode -> (until when, path)
         self._searching = asyncio.Lock()
         self._waiting: set[int] = set()
-        self._log_task: asyncio.Task[None] | None = None
+        self.log_task: asyncio.Task[None] | None = None
 
     def path(self, inode: int) -> bytes | None:
         """The path. None if it is not known, b"" if the inode has no name any more."""
-        until_s, path = self._known.get(inode, (0.0, None))
+        until_s, path = self.known.get(inode, (0.0, None))
         return path if until_s > self._clock.boottime_s() else None
 
     async def look(self, inodes: Iterable[int], within_s: float = LOOK_S) -> None:
@@ -191,14 +191,12 @@ class KnownPaths:
             async with asyncio.timeout(within_s), self._searching:
                 now_s = self._clock.boottime_s()
                 wanted = [
-                    inode
-                    for inode in dict.fromkeys(inodes)
-                    if self._known.get(inode, (0.0, None))[0] <= now_s
+                    inode for inode in dict.fromkeys(inodes) if self.known.get(inode, (0.0, None))[0] <= now_s
                 ]
                 wanted = wanted[:FILES_MAX]
                 if wanted:
                     # a shorter limit for the search, so that the paths it finds in time are cached
-                    found = await self._finder.find(wanted, within_s * 0.9)
+                    found = await self.finder.find(wanted, within_s * 0.9)
                     self._keep(wanted, found)
         except TimeoutError:
             pass  # another caller's search took the time
@@ -206,10 +204,10 @@ class KnownPaths:
     def _keep(self, wanted: list[int], found: dict[int, bytes]) -> None:
         now_s = self._clock.boottime_s()
         for inode in wanted:
-            self._known.pop(inode, None)
-            self._known[inode] = now_s + (KEPT_S if inode in found else FAILED_KEPT_S), found.get(inode)
-        while len(self._known) > KEPT_MAX:
-            del self._known[next(iter(self._known))]
+            self.known.pop(inode, None)
+            self.known[inode] = now_s + (KEPT_S if inode in found else FAILED_KEPT_S), found.get(inode)
+        while len(self.known) > KEPT_MAX:
+            del self.known[next(iter(self.known))]
 
     # -- for logs --------------------------------------------------------------------------------------------------------
 
@@ -218,13 +216,13 @@ class KnownPaths:
 
         If the path is not known, a search starts, and another log line names the path when it is found.
         """
-        if inode in self._known and self._known[inode][0] > self._clock.boottime_s():
+        if inode in self.known and self.known[inode][0] > self._clock.boottime_s():
             path = self.path(inode)
             return f" ({printable(path)})" if path else ""
         if len(self._waiting) < FILES_MAX:
             self._waiting.add(inode)
-            if self._log_task is None or self._log_task.done():
-                self._log_task = asyncio.get_running_loop().create_task(self._log_paths())
+            if self.log_task is None or self.log_task.done():
+                self.log_task = asyncio.get_running_loop().create_task(self._log_paths())
         return ""
 
     async def _log_paths(self) -> None:
@@ -245,5 +243,5 @@ class KnownPaths:
 
     def close(self) -> None:
         """Stop logging paths."""
-        if self._log_task is not None:
-            self._log_task.cancel()
+        if self.log_task is not None:
+            self.log_task.cancel()

@@ -42,7 +42,7 @@ class Mounted(Reading):
             evict(service.store.path)
 
     def pages(self):
-        return sum(cached_pages(source.fd, 0, 1 << 40) for source in self.short._sources.values())
+        return sum(cached_pages(source.fd, 0, 1 << 40) for source in self.short.sources.values())
 
 
 @asynccontextmanager
@@ -169,8 +169,8 @@ async def test_invalid_reads_are_refused_as_on_the_slow_path(kernel):
 @on_fast_path
 async def test_small_reads_leave_the_page_cache_alone(kernel):
     number = await kernel.open()
-    if not all(source.takes_direct for source in kernel.short._sources.values()):
-        for source in kernel.short._sources.values():  # a test's client does not open for direct I/O
+    if not all(source.takes_direct for source in kernel.short.sources.values()):
+        for source in kernel.short.sources.values():  # a test's client does not open for direct I/O
             source.direct_fd = os.open(f"/proc/self/fd/{source.fd}", os.O_RDONLY | os.O_DIRECT)
             source.takes_direct = True
             os.posix_fadvise(source.fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -230,10 +230,10 @@ async def test_interrupted_read_ignores_its_late_data(kernel):
 async def test_slow_drive_is_read_through_its_store(kernel):
     number = await kernel.open()
     unique = await pending_read(kernel, number, 8 * BLOCK)
-    real, sent = kernel.short._now_s, kernel.vfs.chunks.counters["messages"]
-    kernel.short._now_s = lambda: real() + short_circuit.SLOW_S + 0.1
+    real, sent = kernel.short.now_s, kernel.vfs.chunks.counters["messages"]
+    kernel.short.now_s = lambda: real() + short_circuit.SLOW_S + 0.1
     kernel.short.run_once()
-    kernel.short._now_s = real
+    kernel.short.now_s = real
     assert await kernel.receive() == (unique, 0, CONTENT[8 * BLOCK : 9 * BLOCK])
     assert kernel.vfs.chunks.counters["messages"] > sent and not kernel.short.waiting
     await kernel.expect_no_reply()
@@ -243,10 +243,10 @@ async def test_slow_drive_is_read_through_its_store(kernel):
 async def test_read_interrupted_before_its_store_request(kernel):
     number = await kernel.open()
     unique = await pending_read(kernel, number, 8 * BLOCK)
-    real, sent = kernel.short._now_s, kernel.vfs.chunks.counters["messages"]
-    kernel.short._now_s = lambda: real() + short_circuit.SLOW_S + 0.1
+    real, sent = kernel.short.now_s, kernel.vfs.chunks.counters["messages"]
+    kernel.short.now_s = lambda: real() + short_circuit.SLOW_S + 0.1
     kernel.short.run_once()
-    kernel.short._now_s = real
+    kernel.short.now_s = real
     waiting = kernel.engine.requests.work[unique][0]
     assert waiting.cancel() and not waiting.cancel()
     assert (await kernel.receive())[:2] == (unique, -errno.EINTR)
@@ -260,7 +260,7 @@ async def test_failing_drive_is_read_through_its_store(kernel):
     kernel.forget_pages()
     await kernel.read(number, 30 * BLOCK, BLOCK)
     directory = os.open("/", os.O_RDONLY)
-    for other in kernel.short._sources.values():
+    for other in kernel.short.sources.values():
         os.dup2(directory, other.fd)
         other.takes_direct = False
     for block in (8, 300, 600):

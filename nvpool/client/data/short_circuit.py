@@ -145,14 +145,14 @@ class ShortCircuitReads:
         self._dialer = dialer
         self._find_lane = find_lane
         self.clock = clock
-        self._now_s = clock.boottime_s
+        self.now_s = clock.boottime_s
         self._epoch = epoch
-        self._bytes_max = options.locations_bytes
-        self._bytes = 0
+        self.bytes_max = options.locations_bytes
+        self.byte_count = 0
         self._loop = asyncio.get_running_loop()
         self.on = options.short_circuit and options.locations_bytes > 0
         self._direct_reads = options.direct_reads
-        self._sources: dict[int, LocalDrive] = {}
+        self.sources: dict[int, LocalDrive] = {}
         self._left: list[LocalDrive] = []
         self._not_before: dict[int, float] = {}
         self._introducing: dict[int, asyncio.Task] = {}
@@ -162,7 +162,7 @@ class ShortCircuitReads:
         self._order: deque[tuple[float, BlockLocations]] = deque()
         self._reader: WaitingReader | None = None
         self._number = 0
-        self._cold_reads = 0  # misses of the page cache in a row
+        self.cold_reads = 0  # misses of the page cache in a row
         self.waiting: dict[object, tuple[float, Callable[[memoryview | None], None]]] = {}
         """Reads that wait for the drive, the oldest first: start time and callback.
 
@@ -177,17 +177,17 @@ class ShortCircuitReads:
 
         The caller owns the result.
         """
-        if self._cold_reads >= COLD and self.waiting:
-            self._cold_reads += 1
-            if self._cold_reads % PROBE:
+        if self.cold_reads >= COLD and self.waiting:
+            self.cold_reads += 1
+            if self.cold_reads % PROBE:
                 return None
         found = self.look(located, offset, length)
         if type(found) is memoryview:
-            self._cold_reads = 0
+            self.cold_reads = 0
             self.hit(located, length)
             return found
         if found == COLD_BLOCKS:
-            self._cold_reads += 1
+            self.cold_reads += 1
         else:
             self.note(located, found)
         return None
@@ -259,7 +259,7 @@ class ShortCircuitReads:
 
         The clock and the counter are checked after the read: only that proves that the read was in time.
         """
-        source, now_s = located.source, self._now_s()
+        source, now_s = located.source, self.now_s()
         if (
             source.connection.closed
             or now_s >= located.until
@@ -320,7 +320,7 @@ class ShortCircuitReads:
         )
         if len(self._distrusted) > 1000:
             self._distrusted.clear()
-        self._distrusted[file.inode, located.index] = self._now_s() + DISTRUST_S
+        self._distrusted[file.inode, located.index] = self.now_s() + DISTRUST_S
         self._drop(located)
 
     def try_read(
@@ -374,7 +374,7 @@ class ShortCircuitReads:
             self._reader = reader_for(source.fd)
         self.counters["cold"] += 1
         self._number = number = self._number + 1
-        self.waiting[number] = self._now_s(), on_done
+        self.waiting[number] = self.now_s(), on_done
         direct = source.reads_direct(runs, length)
         self._reader.begin(
             source.direct_fd if direct else source.fd,
@@ -404,7 +404,7 @@ class ShortCircuitReads:
 
     def may_serve(self, target: int) -> bool:
         """Whether reads of this target may be short-circuit reads, now or soon."""
-        return self.on and (target in self._sources or self._not_before.get(target, 0.0) <= self._now_s())
+        return self.on and (target in self.sources or self._not_before.get(target, 0.0) <= self.now_s())
 
     # -- locations -----------------------------------------------------------------------------------------------------------
 
@@ -419,7 +419,7 @@ class ShortCircuitReads:
             return
         if file.encrypted and file.key is None:
             return
-        if lane.target not in self._sources:
+        if lane.target not in self.sources:
             self._introduce(lane)
             return
         if (file.inode, index) in self._asked:
@@ -444,17 +444,13 @@ class ShortCircuitReads:
         count = 0
         for index in range(first, last + 1):
             name = (file.inode, index)
-            if (
-                index in file.located
-                or name in self._asked
-                or self._distrusted.get(name, 0.0) > self._now_s()
-            ):
+            if index in file.located or name in self._asked or self._distrusted.get(name, 0.0) > self.now_s():
                 continue
             try:
                 lane = file.lanes.get(index) or self._find_lane(file, index)
             except Stale:
                 break
-            if lane.target in self._sources:
+            if lane.target in self.sources:
                 self._want(file, index, lane, 0)
                 count += 1
         return count
@@ -471,7 +467,7 @@ class ShortCircuitReads:
         wanted, self._wanted = self._wanted, {}
         for lane, names in wanted.items():
             connection = self._dialer.live(lane.endpoints)
-            source = self._sources.get(lane.target)
+            source = self.sources.get(lane.target)
             if connection is None or source is None:
                 self._asked.difference_update(names)
                 continue
@@ -498,7 +494,7 @@ class ShortCircuitReads:
             [PAST_READS.pack(inode, *figures) for inode, figures in source.past.items()][:PAST_ENTRIES_MAX]
         )
         source.past.clear()
-        sent_s = self._now_s()
+        sent_s = self.now_s()
         asked = [(file, index, file.changes) for (_, index), (file, _) in entries]
         connection.submit(
             wire_pb2.DATA_LOCATE,
@@ -509,7 +505,7 @@ class ShortCircuitReads:
 
     def _answered(self, source: LocalDrive, connection, asked: list, sent_s: float, reply, error) -> None:
         self._asked.difference_update([(file.inode, index) for file, index, _ in asked])
-        if self._sources.get(source.target) is not source:
+        if self.sources.get(source.target) is not source:
             return
         if error is None:
             try:
@@ -525,7 +521,7 @@ class ShortCircuitReads:
         # another process serves the target now
         if isinstance(error, (AccessDenied, NotSupported, CorruptFrame)):
             self._forget_source(source)
-            self._not_before[source.target] = self._now_s() + (
+            self._not_before[source.target] = self.now_s() + (
                 AGAIN_REFUSED_S if isinstance(error, NotSupported) else 0.0
             )
         elif not isinstance(error, NvpoolError):
@@ -565,14 +561,14 @@ class ShortCircuitReads:
                 located.version, located.blocks, located.sums = version, blocks, sums[begin:place]
                 located.base, located.places = _places(runs[first:at], blocks)
                 located.bytes = _ENTRY_BYTES + len(located.sums) + 8 * len(located.places)
-                self._bytes += located.bytes
+                self.byte_count += located.bytes
                 self.counters["located"] += 1
             located.until, located.slot, located.stamp = sent_s + life_ms / 1000, slot, stamp
             self._note_reads(located)
             located.used = located.reported = 0
             file.located[index] = located  # last, because other threads read it
             self._order.append((located.until, located))
-        while self._bytes > self._bytes_max and self._order:
+        while self.byte_count > self.bytes_max and self._order:
             self._drop(self._order.popleft()[1])
 
     @staticmethod
@@ -589,7 +585,7 @@ class ShortCircuitReads:
 
     def _drop(self, located: BlockLocations) -> None:
         self._note_reads(located)
-        self._bytes -= located.bytes
+        self.byte_count -= located.bytes
         located.bytes = 0
         located.until = 0.0
         if located.file.located.get(located.index) is located:
@@ -612,32 +608,32 @@ class ShortCircuitReads:
 
     def _introduce(self, lane) -> None:
         target = lane.target
-        if not self.on or target in self._introducing or self._not_before.get(target, 0.0) > self._now_s():
+        if not self.on or target in self._introducing or self._not_before.get(target, 0.0) > self.now_s():
             return
         path = _handover_path(lane.endpoints)
         if not path:
-            self._not_before[target] = self._now_s() + AGAIN_REFUSED_S
+            self._not_before[target] = self.now_s() + AGAIN_REFUSED_S
             return
         self._introducing[target] = self._loop.create_task(self._take(target, path))
 
     async def _take(self, target: int, path: str) -> None:
         again_s = AGAIN_S
         try:
-            asked_s = self._now_s()
+            asked_s = self.now_s()
             source = LocalDrive(target, *await take(path, AGAIN_S), self._direct_reads, asked_s=asked_s)
-            self._sources[target] = source
+            self.sources[target] = source
             log.debug("target %d lets us read its drive", target)
         except NvpoolError as error:
             if not isinstance(error, Unavailable):
                 again_s = AGAIN_REFUSED_S
             log.debug("target %d does not let us read its drive: %s", target, error)
         finally:
-            self._not_before[target] = self._now_s() + again_s
+            self._not_before[target] = self.now_s() + again_s
             del self._introducing[target]
 
     def _forget_source(self, source: LocalDrive) -> None:
-        if self._sources.get(source.target) is source:
-            del self._sources[source.target]
+        if self.sources.get(source.target) is source:
+            del self.sources[source.target]
         for _, located in self._order:
             if located.source is source:
                 self._drop(located)
@@ -651,7 +647,7 @@ class ShortCircuitReads:
 
     def run_once(self) -> None:
         """Renew locations that were used and end soon; drop unused ones. Called about twice a second."""
-        now_s = self._now_s()
+        now_s = self.now_s()
         order = self._order
         for _ in range(len(order)):
             until, located = order[0]
@@ -693,7 +689,7 @@ class ShortCircuitReads:
         if self._reader is not None:
             await self._reader.close()
             await asyncio.sleep(0)  # the callbacks of its pending reads run
-        sources, self._sources = [*self._sources.values(), *self._left], {}
+        sources, self.sources = [*self.sources.values(), *self._left], {}
         for source in sources:
             source.close()
 

@@ -159,10 +159,10 @@ class UnstableWrites:
         self, chunks, changed: Callable[[bool], None], lost: Callable[[int], None] = lambda inode: None
     ) -> None:
         self._chunks = chunks
-        self._changed = changed
+        self.on_change = changed
         self._lost = lost
         # inode -> chains with unstable writes of this client
-        self._recent: OrderedDict[int, dict[WrittenAt, Noted]] = OrderedDict()
+        self.recent: OrderedDict[int, dict[WrittenAt, Noted]] = OrderedDict()
         self._places = 0
         self._noted = 0
         self._nameless: dict[WrittenAt, Noted] = {}
@@ -171,10 +171,10 @@ class UnstableWrites:
         """Whether the previous process may have written anything."""
 
     def __contains__(self, inode: int) -> bool:
-        return self._forgotten or inode in self._recent
+        return self._forgotten or inode in self.recent
 
     def __bool__(self) -> bool:
-        return self._forgotten or bool(self._recent)
+        return self._forgotten or bool(self.recent)
 
     @property
     def _forgotten(self) -> bool:
@@ -185,13 +185,13 @@ class UnstableWrites:
 
     def note_at(self, inode: int, place: WrittenAt, epoch: int) -> None:
         self._noted += 1
-        places = self._recent.get(inode)
+        places = self.recent.get(inode)
         if places is None:
-            places = self._recent[inode] = {}
-            self._changed(True)
+            places = self.recent[inode] = {}
+            self.on_change(True)
         self._places += self._put(places, place, self._noted, epoch)
-        if len(self._recent) > INODES_MAX or self._places > PLACES_MAX:
-            _, forgotten = self._recent.popitem(last=False)
+        if len(self.recent) > INODES_MAX or self._places > PLACES_MAX:
+            _, forgotten = self.recent.popitem(last=False)
             self._places -= len(forgotten)
             for place, noted in forgotten.items():
                 self._put(self._nameless, place, *noted)
@@ -213,9 +213,9 @@ class UnstableWrites:
         # Writes stay recorded until their commit has ended: callers in the meantime must wait for it too.
         nameless, unknown = dict(self._nameless), self.unknown
         if nameless or unknown:
-            before = {one: dict(places) for one, places in self._recent.items()}
+            before = {one: dict(places) for one, places in self.recent.items()}
         else:
-            before = {inode: dict(self._recent.get(inode, ()))}
+            before = {inode: dict(self.recent.get(inode, ()))}
         wanted: dict[WrittenAt, int | None] = dict.fromkeys(
             self._chunks.replicas.all_places() if unknown else ()
         )
@@ -228,14 +228,14 @@ class UnstableWrites:
             self.unknown = False
         self._flushed(self._nameless, nameless)
         for one, flushed in before.items():
-            places = self._recent.get(one, {})
+            places = self.recent.get(one, {})
             self._places -= self._flushed(places, flushed)
             if not places:
-                self._recent.pop(one, None)
+                self.recent.pop(one, None)
             if one != inode and lost & flushed.keys():
                 self._lost(one)
         if not self:
-            self._changed(False)
+            self.on_change(False)
         if lost & (nameless.keys() | before.get(inode, {}).keys()):
             raise WritesLost
 

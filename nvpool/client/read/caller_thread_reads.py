@@ -78,7 +78,7 @@ class ThreadReads:
         self._short = vfs.chunks.short
         self._now_s = vfs.clock.boottime_s
         self._dialer = dialer
-        self._ways: dict[int, _TargetConnections] = {}
+        self.connections: dict[int, _TargetConnections] = {}
         self._closed = False
         self.counters = {"short_circuit": 0, "lanes": 0}
 
@@ -144,7 +144,9 @@ class ThreadReads:
             or self._short.may_serve(lane.target)
         ):
             return None
-        way = self._ways.get(lane.target) or self._ways.setdefault(lane.target, _TargetConnections())
+        way = self.connections.get(lane.target) or self.connections.setdefault(
+            lane.target, _TargetConnections()
+        )
         if way.not_before_s > self._now_s():
             return None
         try:
@@ -210,5 +212,5 @@ class ThreadReads:
         Any thread may call this repeatedly.
         """
         self._closed = True
-        for way in list(self._ways.values()):
+        for way in list(self.connections.values()):
             way.hang_up()

@@ -84,7 +84,7 @@ class SubmittedChange:
         "error",
         "_connection",
         "_number",
-        "_task",
+        "task",
         "_ended",
         "_left",
     )
@@ -121,7 +121,7 @@ class SubmittedChange:
         """The error with which the change continues in `MetaClient.change`."""
         self._connection = None
         self._number = 0
-        self._task: asyncio.Task | None = None
+        self.task: asyncio.Task | None = None
         self._ended = self._left = False
 
     def send(self, connection) -> None:
@@ -150,8 +150,8 @@ class SubmittedChange:
         """
         if self._ended:
             return False
-        if self._task is not None:
-            return self._task.cancel()
+        if self.task is not None:
+            return self.task.cancel()
         self._connection.give_up(self._number)
         self.meta.lost_sight()
         self._end(None, asyncio.CancelledError())
@@ -159,7 +159,7 @@ class SubmittedChange:
 
     def answered(self, reply: Reply | None, error: BaseException | None) -> None:
         """Handle the result of the request, once."""
-        if self._ended or self._task is not None:
+        if self._ended or self.task is not None:
             return
         if error is None:
             message = reply.message
@@ -175,8 +175,8 @@ class SubmittedChange:
             return
         self.error = error
         self._left = True  # the slow path releases the slot
-        self._task = asyncio.get_running_loop().create_task(self.meta.go_on(self))
-        self._task.add_done_callback(self._gone_on)
+        self.task = asyncio.get_running_loop().create_task(self.meta.go_on(self))
+        self.task.add_done_callback(self._gone_on)
 
     def take_error(self) -> BaseException | None:
         error, self.error = self.error, None

@@ -212,7 +212,7 @@ cdef class Closing:
     cdef double deadline_s
 
     @property
-    def _report(self):
+    def submitted_report(self):
         """The report in flight."""
         return self if self.asked else self.begun
 

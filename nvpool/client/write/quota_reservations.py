@@ -70,7 +70,7 @@ class QuotaReservations:
     def __init__(self, meta: MetaClient, clock: Clock) -> None:
         self._meta = meta
         self._clock = clock
-        self._rooms: dict[int, VolumeReservation] = {}
+        self.reservations: dict[int, VolumeReservation] = {}
         self._shards: dict[int, int] = {}
         self._tasks: set[asyncio.Task] = set()
 
@@ -82,7 +82,7 @@ class QuotaReservations:
         Never waits. False: the caller must await `have`.
         """
         need = end - max(file.paid, file.attr.size)
-        room = self._rooms.get(file.volume)
+        room = self.reservations.get(file.volume)
         if need > 0:
             now_s = self._clock.boottime_s()
             if room is None or room.free < need or (room.until_s and room.until_s < now_s):
@@ -130,11 +130,11 @@ class QuotaReservations:
         The reservation object may be replaced while a task waits; then the task locks the new one.
         """
         while True:
-            room = self._rooms.get(volume)
+            room = self.reservations.get(volume)
             if room is None:
-                room = self._rooms[volume] = VolumeReservation(volume)
+                room = self.reservations[volume] = VolumeReservation(volume)
             async with room.asking:
-                if self._rooms.get(volume) is room:
+                if self.reservations.get(volume) is room:
                     yield room
                     return
 
@@ -181,7 +181,7 @@ class QuotaReservations:
         try:
             return await work()
         except QuotaExceeded:
-            room = self._rooms.get(volume)
+            room = self.reservations.get(volume)
             if room is None and file is None:
                 raise
         await settle()
@@ -196,14 +196,14 @@ class QuotaReservations:
 
     def drop(self, file: OpenInode) -> None:
         """Forget a closed file, all of whose writes are reported or given up."""
-        room = self._rooms.get(file.volume)
+        room = self.reservations.get(file.volume)
         if room is not None and room.files.get(file.inode) is file:
             del room.files[file.inode]  # the unused reservation stays for the next file, for a while
 
     def run_once(self) -> None:
         """Release reservations that are not used."""
         idle_s = self._clock.boottime_s() - IDLE_S
-        for room in list(self._rooms.values()):
+        for room in list(self.reservations.values()):
             if room.asking.locked():
                 continue
             if self._is_over(room):
@@ -215,7 +215,7 @@ class QuotaReservations:
 
     async def _give_back(self, room: VolumeReservation) -> None:
         async with room.asking:
-            if self._rooms.get(room.volume) is room:
+            if self.reservations.get(room.volume) is room:
                 await self._ask(room, 0, 0)
 
     async def _give_back_quietly(self, room: VolumeReservation) -> None:
@@ -237,36 +237,36 @@ class QuotaReservations:
         )
 
     def _forget(self, room: VolumeReservation) -> None:
-        if self._rooms.get(room.volume) is room:
-            del self._rooms[room.volume]
+        if self.reservations.get(room.volume) is room:
+            del self.reservations[room.volume]
             self._shards.pop(room.volume, None)
 
     def shard_restarted(self, shard: int) -> None:
         """Report the reservations to a shard that has restarted or has lost our session."""
-        for room in self._rooms.values():
+        for room in self.reservations.values():
             if self._meta.shard_of(room.volume) == shard:
                 self._behind(self._say_again(room))
 
     def map_changed(self, *_) -> None:
         for volume, shard in self._shards.items():
-            if volume in self._rooms and self._meta.shard_of(volume) != shard:
-                self._behind(self._say_again(self._rooms[volume]))
+            if volume in self.reservations and self._meta.shard_of(volume) != shard:
+                self._behind(self._say_again(self.reservations[volume]))
 
     def take_over(self, file: OpenInode) -> None:
         """Adopt the reservation for the bytes that the previous process wrote to the file."""
         if not file.volume or file.written is None:
             return
         file.paid = max(file.attr.size, file.written.end)
-        room = self._rooms.get(file.volume)
+        room = self.reservations.get(file.volume)
         if room is None:
-            room = self._rooms[file.volume] = VolumeReservation(file.volume)
+            room = self.reservations[file.volume] = VolumeReservation(file.volume)
             self._behind(self._say_again(room))
         room.files[file.inode] = file
 
     async def _say_again(self, room: VolumeReservation) -> None:
         try:
             async with room.asking:
-                if self._rooms.get(room.volume) is room:
+                if self.reservations.get(room.volume) is room:
                     await self._ask(room, 0 if room.until_s else room.free, 0, again=True)
         except NvpoolError as error:
             log.info("what was promised in volume %d is not known to be so any more: %s", room.volume, error)

@@ -368,7 +368,7 @@ class CloseFlush:
         "_number",
         "_otherwise",
         "_sizes",
-        "_report",
+        "submitted_report",
         "_task",
         "_ended",
     )
@@ -387,7 +387,7 @@ class CloseFlush:
         self._number = number
         self._otherwise = otherwise
         self._sizes: SizeReport | None = None
-        self._report: SubmittedChange | None = None
+        self.submitted_report: SubmittedChange | None = None
         self._task: asyncio.Task | None = None
         self._ended = False
 
@@ -419,12 +419,12 @@ class CloseFlush:
             written.wrote, written.stored_bytes = sizes.wrote, sizes.stored
             written.reporting.release()
             return False
-        self._sizes, self._report = sizes, report
+        self._sizes, self.submitted_report = sizes, report
         return True
 
     def _reported(self, _, error: BaseException | None) -> None:
         writer, written, sizes = self._writer, self._written, self._sizes
-        self._report = None
+        self.submitted_report = None
         if error is None:
             self._end(writer.take_error(written) if written.error is not None else None)
             writer.report_succeeded(written, sizes)
@@ -453,8 +453,8 @@ class CloseFlush:
             return False
         if self._task is not None:
             return self._task.cancel()
-        if self._report is not None:
-            return self._report.cancel()
+        if self.submitted_report is not None:
+            return self.submitted_report.cancel()
         self._written.flushing = None
         self._end(asyncio.CancelledError())
         return True

@@ -322,7 +322,7 @@ def test_client_log_names_inode_chunk_target_and_path(caplog, monkeypatch):
                 f"no good bytes of inode {attr.inode}, chunk 0, offset 0" in message
                 and message.startswith("target ")
             )
-            await asyncio.wait_for(vfs.paths._log_task, 120)
+            await asyncio.wait_for(vfs.paths.log_task, 120)
             assert caplog.messages[1:] == [f"inode {attr.inode}, of which bytes are damaged, is /d\\n/file"]
             questions = len(asked)
             for _ in range(3):
@@ -348,7 +348,7 @@ def test_path_cache_keeps_paths_and_misses_for_a_time():
             searches.append(sorted(inodes))
             return {5: b"/five"}
 
-        paths._finder.find = find
+        paths.finder.find = find
         await asyncio.gather(paths.look([5, 6, 5]), paths.look([6]))
         assert paths.path(5) == b"/five" and paths.path(6) is None and searches == [[5, 6]]
         clock.advance(inode_paths.FAILED_KEPT_S + 1)
@@ -360,6 +360,6 @@ def test_path_cache_keeps_paths_and_misses_for_a_time():
         assert len(searches.pop()) == inode_paths.FILES_MAX
         for first in range(0, 5 * inode_paths.KEPT_MAX, inode_paths.FILES_MAX):
             await paths.look(range(first, first + inode_paths.FILES_MAX))
-        assert len(paths._known) <= inode_paths.KEPT_MAX
+        assert len(paths.known) <= inode_paths.KEPT_MAX
 
     asyncio.run(main())

@@ -321,7 +321,7 @@ def test_status_names_files_with_bad_blocks(tmp_path, monkeypatch):
             return {5: b"/a\xff", 6: b""}
 
         looked = []
-        supervisor._status._ask, supervisor._status._paths._finder.find = ask_daemon, find
+        supervisor._status._ask, supervisor._status._paths.finder.find = ask_daemon, find
         for _ in range(2):
             reply = await ask(supervisor, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest())
             seen = json.loads(pool_pb2.PoolStatusReply.FromString(reply).status)

@@ -496,7 +496,7 @@ def test_new_quota_applies_to_a_running_writer():
                 with pytest.raises(OSError, match="lie below"):
                     await fs.volumes.resize("v", bytes_max=400_000)
                 await fs.volumes.resize("v", bytes_max=600_000)
-                for room in fs.vfs.rooms._rooms.values():
+                for room in fs.vfs.rooms.reservations.values():
                     room.until_s = 1e-9  # expires it, as ten seconds later
                 assert await fs.vfs.write(file.handle, 500_000, b"x" * 200_000) == 100_000
             assert (await fs.volumes.show("v")).bytes_used == 600_000

@@ -203,7 +203,7 @@ async def test_cold_reads_reduce_probes_of_the_page_cache(host):
     await host.located(handle, 2)
     short = host.short
     assert await host.read_cached(handle, 0, 4096) == content[:4096]
-    short._cold_reads = short_circuit.COLD
+    short.cold_reads = short_circuit.COLD
     short.waiting[0] = float("inf"), lambda found: None  # a read waits for the drive
     found = [host.vfs.read_now(handle, 0, 4096) for _ in range(short_circuit.PROBE)]
     del short.waiting[0]
@@ -388,14 +388,14 @@ async def test_bytes_read_after_the_lease_are_discarded(host):
     await host.located(handle)
     await host.read_cached(handle, 0, BLOCK)
     located = handle.file.located[0]
-    real, ended = host.short._now_s, located.until
+    real, ended = host.short.now_s, located.until
 
     def stopped_in_between():  # SIGSTOP, suspend: the read was in time, its check is not
         return ended + 0.001
 
-    host.short._now_s = stopped_in_between
+    host.short.now_s = stopped_in_between
     assert host.vfs.read_now(handle, 0, BLOCK) is None and host.vfs.read_now(handle, 0, 2 * BLOCK) is None
-    host.short._now_s = real
+    host.short.now_s = real
     assert not handle.file.located
     assert bytes(await host.vfs.read(handle, 0, BLOCK)) == content[:BLOCK]
     assert located.until == 0.0 and ended <= real() + store_api.LOCATION_LEASE_S
@@ -406,13 +406,13 @@ async def test_used_locations_are_renewed_and_others_are_dropped(host):
     content = some(2 * MIB)
     handle = await host.file(content)
     await host.located(handle, 2)
-    deadline = host.short._now_s() + store_api.LOCATION_LEASE_S + 1.5
-    while host.short._now_s() < deadline or 1 in handle.file.located:
+    deadline = host.short.now_s() + store_api.LOCATION_LEASE_S + 1.5
+    while host.short.now_s() < deadline or 1 in handle.file.located:
         assert await host.read_cached(handle, 0, BLOCK) == content[:BLOCK]
         await asyncio.sleep(0.1)
     assert host.short.counters["late"] == 0
     assert 1 not in handle.file.located and 0 in handle.file.located
-    assert host.short._bytes == handle.file.located[0].bytes
+    assert host.short.byte_count == handle.file.located[0].bytes
 
 
 @hosted()
@@ -447,11 +447,11 @@ async def test_restarted_store_grants_locations_again(host):
 async def test_locations_are_bounded_in_memory(host):
     content = some(8 * MIB)
     handle = await host.file(content)
-    host.short._bytes_max = 5000
+    host.short.bytes_max = 5000
     for at in list(range(0, 8 * MIB, 64 * BLOCK)) * 3:
         assert bytes(await host.vfs.read(handle, at + 5, 50)) == content[at + 5 : at + 55]
         await asyncio.sleep(0.001)
-        assert host.short._bytes <= 5000 and len(handle.file.located) <= 3
+        assert host.short.byte_count <= 5000 and len(handle.file.located) <= 3
     assert host.short.counters["located"] > 5
 
 
@@ -628,7 +628,7 @@ def test_each_side_can_switch_short_circuit_reads_off(how, monkeypatch):
             for at in range(0, MIB, 16 * BLOCK):
                 assert host.vfs.read_now(handle, at, 100) is None
                 assert bytes(await host.vfs.read(handle, at, 100)) == some(MIB)[at : at + 100]
-            assert not handle.file.located and not host.vfs.chunks.short._sources
+            assert not handle.file.located and not host.vfs.chunks.short.sources
             path = path_beside(f"{host.directory}/target1.sock")
             assert (os.path.basename(path) in os.listdir(host.directory)) == (how == "client")
 

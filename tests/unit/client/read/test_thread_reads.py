@@ -273,7 +273,7 @@ def test_read_from_a_silent_store_goes_to_the_loop(served, monkeypatch):
         assert case.by("lanes", one_chunk) == 0, "the loop reads from this target for a while"
         assert held
         monkeypatch.setattr(read_threads, "SHUN_S", 0.0)
-        for way in case.client.runtime().reads._ways.values():
+        for way in case.client.runtime().reads.connections.values():
             way.not_before_s = 0.0
         assert case.by("lanes", blocks(10)) == 10
 
@@ -304,7 +304,8 @@ def test_store_restart_causes_no_error_in_concurrent_reads(served):
             thread.join(30)
         assert not problems and case.counters["lanes"]
         assert all(
-            len(way.idle) == read_threads.LANES_MAX for way in case.client.runtime().reads._ways.values()
+            len(way.idle) == read_threads.LANES_MAX
+            for way in case.client.runtime().reads.connections.values()
         )
 
 
@@ -313,7 +314,7 @@ def test_first_read_detects_a_restarted_store(served, monkeypatch):
     with Case(served, short_circuit=False) as case:
         one_chunk = [(block * BLOCK, BLOCK) for block in (10, 5, 8, 3, 20, 17)]
         case.by("lanes", one_chunk[:1])
-        (way,) = [way for way in case.client.runtime().reads._ways.values() if any(way.idle)]
+        (way,) = [way for way in case.client.runtime().reads.connections.values() if any(way.idle)]
         connections = [way.idle.popleft() for _ in range(read_threads.LANES_MAX)]
         endpoint = (
             case.client.runtime().pool.client.dialer.live(case.handle.file.lanes[0].endpoints).peer.address

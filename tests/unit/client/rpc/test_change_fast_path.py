@@ -436,7 +436,7 @@ def test_cancelled_retry_keeps_its_slot_until_the_reply():
         here.answers_instead(Disconnected("lost"), sent=False)
         for steps in range(3):  # before its first step, and after
             completion = here.create(b"f")
-            while completion.begun._task is None:  # noqa: ASYNC110
+            while completion.begun.task is None:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             for _ in range(steps):
                 await asyncio.sleep(0)
@@ -522,8 +522,8 @@ def test_unstable_mark_is_set_before_bytes_are_dropped():
         _, handle = await here.create(b"f").end
         await here.stores_answer()
         unstable, seen = here.vfs.writer.unstable, []
-        note = unstable._changed
-        unstable._changed = lambda there_is: (
+        note = unstable.on_change
+        unstable.on_change = lambda there_is: (
             note(there_is),
             seen.append((there_is, len(here.kept.writes.valid()))),
         )
@@ -627,7 +627,7 @@ def test_cancelled_close_leaves_its_report_to_the_next():
             with pytest.raises(asyncio.CancelledError):
                 await completion.end
             second = here.flush(handle)
-            while second.begun._report is None:  # noqa: ASYNC110
+            while second.begun.submitted_report is None:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             assert second.begun.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -259,6 +259,6 @@ def test_reservations_are_released_despite_late_replies(late_method):
                 await vfs.release(handle)
                 await asyncio.sleep(0.2)
             await until(all_is_released)
-            await until(lambda: not vfs.rooms._rooms)
+            await until(lambda: not vfs.rooms.reservations)
 
     run(main())

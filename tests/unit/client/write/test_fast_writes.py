@@ -156,7 +156,7 @@ class Case:
             "in flight": writer.in_flight,
             "number": writer.last_number,
             "sent": len(writer.begun),
-            "unstable": dict(writer.unstable._recent.get(file.inode, {})),
+            "unstable": dict(writer.unstable.recent.get(file.inode, {})),
             "word": self.kept.word(Word.UNSTABLE),
             "writes": self.kept.writes.valid(),
             "files": self.kept.files.valid(),
