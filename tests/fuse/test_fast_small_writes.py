@@ -139,7 +139,7 @@ def on_all_paths(test):
         if way != "compiled":
             monkeypatch.setattr(small_writes, "_small_writes", None)
         if way == "ordinary":
-            monkeypatch.setattr(fast_writes, "_fast_writes", None)
+            monkeypatch.setattr(fast_writes, "compiled", None)
 
         async def whole() -> None:
             async with mounted() as kernel:

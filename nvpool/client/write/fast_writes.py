@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from nvpool.client.write.crash_journal import CrashJournal
 from nvpool.core.compiled_loader import load_compiled
 
-_fast_writes = load_compiled("nvpool.client.write._fast_writes")
+compiled = load_compiled("nvpool.client.write._fast_writes")
 
 
 class JournaledClient(Protocol):
@@ -36,4 +36,4 @@ class JournaledClient(Protocol):
 
 def plain_writes(parts: JournaledClient) -> Any:
     """The value of Writer.plain for this client. None without a compiled module or without mount state."""
-    return _fast_writes.FastWrites(parts) if _fast_writes is not None and parts.keeping is not None else None
+    return compiled.FastWrites(parts) if compiled is not None and parts.keeping is not None else None

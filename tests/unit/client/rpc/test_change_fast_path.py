@@ -40,7 +40,7 @@ UNIQUE = 1000
 def way(request, monkeypatch):
     """First writes and closes of small files by the compiled client/write/fast_writes, and without it."""
     if request.param == "ordinary":
-        monkeypatch.setattr(fast_writes, "_fast_writes", None)
+        monkeypatch.setattr(fast_writes, "compiled", None)
     return request.param
 
 

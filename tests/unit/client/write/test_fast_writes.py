@@ -33,7 +33,7 @@ from nvpool.shm.mount_state import KeptMemory, Word
 from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ME = Caller(5, 6)
-packing = fast_writes._fast_writes
+packing = fast_writes.compiled
 
 
 # -- messages that are encoded by hand -----------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def test_report_is_encoded_as_by_protobuf():
 @pytest.fixture(params=(pytest.param("compiled", marks=pytest.mark.compiled), "ordinary"), autouse=True)
 def way(request, monkeypatch):
     if request.param == "ordinary":
-        monkeypatch.setattr(fast_writes, "_fast_writes", None)
+        monkeypatch.setattr(fast_writes, "compiled", None)
         monkeypatch.setattr(frame_fast_path, "_frame", None)
     return request.param
 
