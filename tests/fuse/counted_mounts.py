@@ -37,12 +37,12 @@ class CountingPool(InProcessPool):
     async def _plain(self, _pool, target):
         return PlainStore(target, self.grant_secret, chunks=self._chunks.setdefault(target, {}))
 
-    async def _listen(self, role, number, handler):
+    async def listen(self, role, number, handler):
         def count(call):
             self.sent[Method.Name(call.method)] += 1
             handler(call)
 
-        await super()._listen(role, number, count)
+        await super().listen(role, number, count)
 
 
 class CountedMount:

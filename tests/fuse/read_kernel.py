@@ -97,7 +97,7 @@ class ChunkedTransport:
 
 def replace_transports(host, make_transport):
     """Replace the transport of every store's replies from now on: `make_transport(theirs)`."""
-    for (role, _), listener in host.pool._listeners.items():
+    for (role, _), listener in host.pool.listeners.items():
         if role == "target":
             for served in listener.connections:
                 served._transport = make_transport(served._transport)

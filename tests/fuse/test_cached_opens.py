@@ -37,7 +37,7 @@ class StatefulHost(Host):
         self.descriptor = KeptMemory.make(1 << 24)
         self.kept = KeptMemory(self.descriptor)
         self.client = await Client.open(self.pool.pool_map, "keeper", QUICK, kept=self.kept)
-        self.pool._clients.append(self.client)
+        self.pool.clients.append(self.client)
         self.vfs = self.client.vfs
         return self
 

@@ -99,7 +99,7 @@ class StatefulHost(Host):
 
     async def __aenter__(self):
         await self.pool.__aenter__()
-        listener = self.pool._listeners["meta", 1]
+        listener = self.pool.listeners["meta", 1]
         self.proxy = ShardProxy(
             listener.handler.__self__ if hasattr(listener.handler, "__self__") else listener.handler
         )
@@ -111,7 +111,7 @@ class StatefulHost(Host):
         self.client = await Client.open(
             self.pool.pool_map, "maker", self.client_options, clock=self.clock, kept=self.kept
         )
-        self.pool._clients.append(self.client)
+        self.pool.clients.append(self.client)
         self.vfs = self.client.vfs
         return self
 

@@ -57,7 +57,7 @@ class Far(Host):
     async def __aenter__(self):
         await self.pool.__aenter__()
         self.proxies = {}
-        for (role, number), listener in self.pool._listeners.items():
+        for (role, number), listener in self.pool.listeners.items():
             if role == "target":
                 listener.handler = self.proxies[number] = StoreProxy(self.pool.stores[number])
         self.client = await self.pool.client("reader", self.options)
@@ -413,7 +413,7 @@ async def test_reads_survive_a_lost_connection(kernel):
         connection._transport.abort()
     await kernel.check_reads(asked)
     for served in [
-        served for listener in kernel.host.pool._listeners.values() for served in list(listener.connections)
+        served for listener in kernel.host.pool.listeners.values() for served in list(listener.connections)
     ]:
         served._transport.abort()
     asked = {

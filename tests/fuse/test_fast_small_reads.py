@@ -437,7 +437,7 @@ async def test_reads_survive_a_lost_connection(kernel):
         assert not error and answer == asked[unique]
     kernel.vfs.reader.forget_contents()
     for served in [
-        served for listener in kernel.host.pool._listeners.values() for served in list(listener.connections)
+        served for listener in kernel.host.pool.listeners.values() for served in list(listener.connections)
     ]:
         served._transport.abort()
     asked = {

@@ -66,7 +66,7 @@ class Two:
             self.small[seed % 2].append((await self.kernels[seed % 2].open(inode), self.contents[seed]))
         self.kept = {}
         replace_transports(self.host, HoldingTransport)
-        for (role, _), listener in self.host.pool._listeners.items():
+        for (role, _), listener in self.host.pool.listeners.items():
             if role == "target":
                 (connection,) = (one for one in first.connections() if one.peer.address == listener.endpoint)
                 self.kept[connection] = [served._transport for served in listener.connections]

@@ -104,9 +104,9 @@ class InProcessPool:
         self.metas: dict[int, MetaService] = {}
         self.stores: dict[int, object] = {}
         self.kvs: dict[int, object] = {}
-        self._listeners: dict[tuple[str, int], object] = {}
+        self.listeners: dict[tuple[str, int], object] = {}
         self._dialers: list[Dialer] = []
-        self._clients: list[Client] = []
+        self.clients: list[Client] = []
         self._memory: dict[tuple[str, int], object] = {}
         self._started: set[int] = set()
         self.deaf: set[int] = set()
@@ -148,7 +148,7 @@ class InProcessPool:
 
     async def __aenter__(self) -> InProcessPool:
         if self.pool_map.nodes[0].endpoints:
-            await self._listen("node", 1, self._answer_map)
+            await self.listen("node", 1, self._answer_map)
         for target in self.pool_map.targets:
             await self.start_store(target.id)
         for shard in self.pool_map.shards:
@@ -156,14 +156,14 @@ class InProcessPool:
         return self
 
     async def __aexit__(self, *_) -> None:
-        for client in self._clients:
+        for client in self.clients:
             await client.close()
         for target in list(self.stores):
             await self.stop_store(target)
         for shard in list(self.metas):
             await self.stop_shard(shard=shard)
-        if ("node", 1) in self._listeners:
-            await self._hang_up("node", 1, 0.0)
+        if ("node", 1) in self.listeners:
+            await self.hang_up("node", 1, 0.0)
         for dialer in self._dialers:
             await dialer.close()
         for closing in self._memory.values():
@@ -174,7 +174,7 @@ class InProcessPool:
     ) -> Client:
         """Return a client with its own session. The pool closes it."""
         client = await Client.open(self.pool_map, name, options, clock=self.clock, kept=kept)
-        self._clients.append(client)
+        self.clients.append(client)
         return client
 
     def _dialer(self, name: str) -> Dialer:
@@ -182,12 +182,14 @@ class InProcessPool:
         self._dialers.append(dialer)
         return dialer
 
-    async def _listen(self, role: str, number: int, handler) -> None:
+    async def listen(self, role: str, number: int, handler) -> None:
+        """Serve the member's endpoints with `handler`. Derived classes intercept the calls of a member here."""
         greeting = Greeting(f"{role} {number}", self.pool_map.fingerprint)
-        self._listeners[role, number] = await listen(self.endpoints(role, number), greeting, handler)
+        self.listeners[role, number] = await listen(self.endpoints(role, number), greeting, handler)
 
-    async def _hang_up(self, role: str, number: int, drain_s: float) -> None:
-        listener = self._listeners.pop((role, number))
+    async def hang_up(self, role: str, number: int, drain_s: float) -> None:
+        """Stop serving the member's endpoints. With `drain_s` 0 the calls in progress are dropped."""
+        listener = self.listeners.pop((role, number))
         if not drain_s and hasattr(listener, "kill"):
             listener.kill()
         else:
@@ -233,13 +235,13 @@ class InProcessPool:
         meta.update_map(self.pool_map)
         await meta.start()
         self.metas[shard] = meta
-        await self._listen("meta", shard, meta.handle)
+        await self.listen("meta", shard, meta.handle)
 
     async def stop_shard(self, drain_s: float = 0.0, shard: int = SHARD) -> None:
         """Stop the shard; without a drain as if its process was killed: connections end without further
         replies."""
         meta = self.metas.pop(shard)
-        await self._hang_up("meta", shard, drain_s)
+        await self.hang_up("meta", shard, drain_s)
         await meta.close(drain_s)
         if self.directory is not None:
             await self.kvs[shard].close()
@@ -251,11 +253,11 @@ class InProcessPool:
         service.update_map(self.pool_map)
         await service.start()
         self.stores[target] = service
-        await self._listen("target", target, service.handle)
+        await self.listen("target", target, service.handle)
 
     async def stop_store(self, target: int, drain_s: float = 0.0) -> None:
         service = self.stores.pop(target)
-        await self._hang_up("target", target, drain_s)
+        await self.hang_up("target", target, drain_s)
         await service.close(drain_s)
 
     @staticmethod

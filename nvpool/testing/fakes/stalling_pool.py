@@ -30,9 +30,9 @@ class StallingPool(InProcessPool):
         self._delays: dict[int, float] = {}
         self._handlers: dict[int, object] = {}
 
-    async def _listen(self, role, number, handler):
+    async def listen(self, role, number, handler) -> None:
         if role != "target":
-            await super()._listen(role, number, handler)
+            await super().listen(role, number, handler)
             return
         self._handlers[number] = handler
 
@@ -57,7 +57,7 @@ class StallingPool(InProcessPool):
                 )
             handler(call)
 
-        await super()._listen(role, number, hand_on)
+        await super().listen(role, number, hand_on)
 
     def hold(self, target: int, *methods: int) -> None:
         self._holding[target] = methods

@@ -237,7 +237,7 @@ def test_last_refusal_of_a_shard_is_in_the_error(question):
         async with Case(FAST._replace(deadline_s=0.5)) as case:
             await case.vfs.mkdir(ROOT_INODE, b"before", 0o755, ME)
             handle = case.pool.meta.handle
-            for listener in case.pool._listeners.values():
+            for listener in case.pool.listeners.values():
                 if listener.handler == handle:
                     for served in listener.connections:
                         served._handler = lambda call: call.fail(Busy("shard 1 has no room just now"))
@@ -288,7 +288,7 @@ def test_uncertain_session_open_is_repeated():
             asked = []
             listener = next(
                 listener
-                for listener in case.pool._listeners.values()
+                for listener in case.pool.listeners.values()
                 if listener.handler == case.pool.meta.handle
             )
 
@@ -452,7 +452,7 @@ def test_change_with_a_lost_reply_is_made_once():
                     call = Losing(call)
                 handle(call)
 
-            for listener in case.pool._listeners.values():
+            for listener in case.pool.listeners.values():
                 if listener.handler == handle:
                     for served in listener.connections:
                         served._handler = losing

@@ -23,7 +23,7 @@ QUIET, TAKE, END = MomentRequest.QUIET, MomentRequest.TAKE, MomentRequest.END
 
 class Stages:
     def __init__(self, names: CrossShardNames, number: int = 1) -> None:
-        self.asking = AdminCalls(names.pool._clients[0])
+        self.asking = AdminCalls(names.pool.clients[0])
         self.number = number
         self.shards = tuple(names.at)
 
@@ -110,11 +110,11 @@ def test_two_concurrent_barriers_both_succeed():
         await stages.ask(QUIET, 3)
         with pytest.raises(Busy):
             await Stages(names, 8).ask(QUIET, 3)
-        beginning = asyncio.create_task(begin_at_all(names.pool._clients[0], dump=True))
+        beginning = asyncio.create_task(begin_at_all(names.pool.clients[0], dump=True))
         await stages.ask(TAKE, 3)
         assert not beginning.done()
         await stages.ask(END, 3)
-        begun = await asyncio.gather(beginning, begin_at_all(names.pool._clients[0]))
+        begun = await asyncio.gather(beginning, begin_at_all(names.pool.clients[0]))
         assert begun[0].holders == begun[1].holders == names.pool.pool_map.shard_of_partition
         assert set(begun[0].cursors) == set(names.at)
         assert not any(meta.parts.moment.spans_wait for meta in names.pool.metas.values())
@@ -147,7 +147,7 @@ def test_check_restarts_and_reports_a_new_primary(monkeypatch, shard):
         for number in range(10):
             await names.file(names.at[shard], b"f%d" % number)
             await names.vfs.rename(names.at[shard], b"f%d" % number, names.at[2], b"to%d" % number, 0, ME)
-        client = names.pool._clients[0]
+        client = names.pool.clients[0]
         quiet = FsckReport()
         await check_metadata(client, quiet)
         assert not quiet.problems and not quiet.restarts
@@ -169,7 +169,7 @@ def test_dump_continues_after_a_new_primary(monkeypatch, tmp_path):
         for number in range(10):
             await names.file(names.at[3], b"f%d" % number)
         asked = restart_at_a_step(monkeypatch, names, 3, wire_pb2.META_DUMP)
-        count = await dump(names.pool._clients[0], str(tmp_path / "dump"))
+        count = await dump(names.pool.clients[0], str(tmp_path / "dump"))
         assert len(asked) > 3
         with open(tmp_path / "dump", "rb") as file:  # noqa: ASYNC230
             read_header(file)
@@ -196,7 +196,7 @@ def test_check_that_never_ends_reports_the_reason(monkeypatch):
         monkeypatch.setattr(AdminCalls, "shard", gone)
         found = FsckReport()
         with pytest.raises(StaleCursor):
-            await check_metadata(names.pool._clients[0], found)
+            await check_metadata(names.pool.clients[0], found)
         assert found.restarts == ["it is another one"] * 2
         assert not any(meta.parts.runs.under_way() for meta in names.pool.metas.values())
 

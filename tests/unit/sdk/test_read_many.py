@@ -61,7 +61,7 @@ class Intercepting(Case):
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
         self.about = lambda call, shard: False
-        listen = self.pool._listen
+        listen = self.pool.listen
 
         async def intercepting(role: str, number: int, handler) -> None:
             def handle(call) -> None:
@@ -70,7 +70,7 @@ class Intercepting(Case):
 
             await listen(role, number, handle)
 
-        self.pool._listen = intercepting
+        self.pool.listen = intercepting
 
 
 # -- number of messages ----------------------------------------------------------------------------------------------------

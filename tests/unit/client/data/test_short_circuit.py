@@ -423,7 +423,7 @@ async def test_restarted_store_grants_locations_again(host):
     for round_number in range(3):
         for target in list(host.pool.stores):
             service = host.pool.stores.pop(target)
-            await host.pool._hang_up("target", target, 0.0)
+            await host.pool.hang_up("target", target, 0.0)
             service._tending.cancel()
             service._handover.close()
             await service.store.abandon()  # the state that kill -9 leaves

@@ -336,7 +336,7 @@ def test_connections_of_threads_are_bounded_and_closed(served):
             thread.start()
         for thread in threads:
             thread.join(30)
-        listeners = [listener for (role, _), listener in served.pool._listeners.items() if role == "target"]
+        listeners = [listener for (role, _), listener in served.pool.listeners.items() if role == "target"]
         assert all(len(listener.connections) <= read_threads.LANES_MAX + 1 for listener in listeners)
     until = time.monotonic() + 120
     while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < until:

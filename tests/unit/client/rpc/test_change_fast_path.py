@@ -299,7 +299,7 @@ def test_requests_of_a_silent_primary_go_to_its_successor(asked):
     async def whole() -> None:
         async with case(InProcessPool(serves_map=True)) as here:
             pool = here.pool
-            for served in pool._listeners["meta", 1].connections:
+            for served in pool.listeners["meta", 1].connections:
                 served._handler = lambda call: None
             if asked == "begun":
                 completion = here.create(b"f")
@@ -316,7 +316,7 @@ def test_requests_of_a_silent_primary_go_to_its_successor(asked):
                     meta_pb2.GetAttrRequest(inode=ROOT_INODE),
                     lambda reply, error: answer.set_result((reply, error)),
                 )
-            await pool._listen("meta", 9, pool.metas[1].handle)  # the same records under another address
+            await pool.listen("meta", 9, pool.metas[1].handle)  # the same records under another address
             await pool.change_map(
                 lambda old: replace(
                     old,
@@ -343,9 +343,9 @@ def test_idle_client_finds_the_new_primary_later():
         async with case(InProcessPool(serves_map=True)) as here:
             pool, view = here.pool, here.vfs.meta.view
             service = pool.metas[1]
-            await pool._hang_up("meta", 1, 0.0)
+            await pool.hang_up("meta", 1, 0.0)
             await asyncio.sleep(FOLLOW_S + 1.0)
-            await pool._listen("meta", 9, service.handle)
+            await pool.listen("meta", 9, service.handle)
             new = await pool.change_map(
                 lambda old: replace(
                     old,
@@ -356,7 +356,7 @@ def test_idle_client_finds_the_new_primary_later():
             async with asyncio.timeout(20):
                 while view.map.epoch < new.epoch:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-            await pool._listen("meta", 1, service.handle)  # for the end of the pool
+            await pool.listen("meta", 1, service.handle)  # for the end of the pool
 
     asyncio.run(whole())
 

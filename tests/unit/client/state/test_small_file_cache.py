@@ -48,12 +48,12 @@ class CountingPool(InProcessPool):
         super().__init__(*arguments, **named)
         self.sent: Counter = Counter()
 
-    async def _listen(self, role: str, number: int, handler) -> None:
+    async def listen(self, role: str, number: int, handler) -> None:
         def count(call) -> None:
             self.sent[Method.Name(call.method)] += 1
             handler(call)
 
-        await super()._listen(role, number, count)
+        await super().listen(role, number, count)
 
 
 class Case:
@@ -79,7 +79,7 @@ class Case:
 
     async def client(self, clock=None) -> Client:
         client = await Client.open(self.pool.pool_map, "test", self.options, clock=clock or self.pool.clock)
-        self.pool._clients.append(client)
+        self.pool.clients.append(client)
         await client.vfs.getattr(ROOT_INODE)  # opens a session
         return client
 

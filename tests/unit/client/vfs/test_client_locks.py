@@ -491,7 +491,7 @@ async def test_closing_client_stores_writes_and_releases_locks(c):
     await c.here.write(c.mine, 0, b"last words")
     waiting = asyncio.create_task(c.there.setlk(c.theirs, 1, *ALL, EXCLUSIVE, wait=True))
     await c.until_waiting(1)
-    for client in c.pool._clients:
+    for client in c.pool.clients:
         if client.vfs is c.here:
             await client.close()
     async with asyncio.timeout(30):  # half of the lease of the session

@@ -155,7 +155,7 @@ class Refusing(Case):
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
         self.answer = lambda call: False
-        listen = self.pool._listen
+        listen = self.pool.listen
 
         async def refusing(role: str, number: int, handler) -> None:
             def handle(call: Call) -> None:
@@ -164,7 +164,7 @@ class Refusing(Case):
 
             await listen(role, number, handle)
 
-        self.pool._listen = refusing
+        self.pool.listen = refusing
 
 
 @pytest.mark.parametrize(

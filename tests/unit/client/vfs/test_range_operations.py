@@ -403,7 +403,7 @@ async def test_many_extents_need_few_messages(pool, vfs):
             asked.append(call.method)
             answer(call)
 
-        for listener in pool._listeners.values():
+        for listener in pool.listeners.values():
             if listener.handler == service.handle:
                 for served in listener.connections:
                     served._handler = counting

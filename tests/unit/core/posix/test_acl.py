@@ -397,7 +397,7 @@ def test_unnamed_file_is_deleted_when_closed():
         await meta.parts.collector.run_once()
         assert bytes(await vfs.read(handle, 0, 1)) == b"x"
         await vfs.release(handle)
-        await pool._clients[0].close()
+        await pool.clients[0].close()
         meta.parts.collector.orphans[attr.inode] = 0.0
         await meta.parts.collector.run_once()
         assert pool.kvs[1].get(records.inode_key(attr.inode)) is None
@@ -424,7 +424,7 @@ def test_unnamed_file_counts_against_its_quota():
         await vfs.release(handle)
         used = await fs.volumes.show("v")
         assert (used.files_used, used.bytes_used) == (1, 5000)
-        await pool._clients[0].close()
+        await pool.clients[0].close()
         await fs.remove("/volumes/v/f")
         used = await fs.volumes.show("v")
         assert (used.files_used, used.bytes_used) == (0, 0)

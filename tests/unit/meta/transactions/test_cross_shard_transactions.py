@@ -263,7 +263,7 @@ def test_paths_of_inodes_are_found_on_all_shards():
         there = await names.file(below, b"file")
         moved = await names.file(below, b"moved")
         await names.vfs.rename(below, b"moved", names.at[2], b"away", 0, ME)
-        client = names.pool._clients[0]
+        client = names.pool.clients[0]
         found = await PathFinder(lambda: client.pool_map, client.dialer, names.pool.clock).find(
             [there, moved, below]
         )

@@ -48,7 +48,7 @@ class Trap:
         """Die as by kill -9: no message leaves this process any more."""
         pool, shard = self._names.pool, self._shard
         self.sprung.set()
-        pool._listeners["meta", shard].kill()
+        pool.listeners["meta", shard].kill()
         dialer = pool.metas[shard].parts.targets.dialer
         dialer._closed = True
         for connection in dialer._live.values():
@@ -207,7 +207,7 @@ class Unlink(Crash):
 async def restart(names: CrossShardNames, shard: int, power_lost: bool) -> None:
     pool = names.pool
     meta = pool.metas.pop(shard)
-    del pool._listeners["meta", shard]
+    del pool.listeners["meta", shard]
     await meta.close()
     kv = pool.kvs[shard]
     if isinstance(kv.kv, MemoryKv):
@@ -260,7 +260,7 @@ async def one(
             case.done = False  # an acknowledged and unsynced change may be lost, but not half of it
         await case.check()
         await names.quiet()
-        assert await problems_of(pool._clients[0]) == []
+        assert await problems_of(pool.clients[0]) == []
         return died
 
 

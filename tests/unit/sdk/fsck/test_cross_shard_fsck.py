@@ -22,7 +22,7 @@ from tests.unit.meta.transactions.test_cross_shard_transactions import ME, OPTIO
 
 async def checked(names: CrossShardNames, repair: bool = False) -> FsckReport:
     found = FsckReport()
-    await check_metadata(names.pool._clients[0], found, repair=repair)
+    await check_metadata(names.pool.clients[0], found, repair=repair)
     return found
 
 
@@ -237,7 +237,7 @@ def test_apparent_loop_during_renames_is_no_problem(monkeypatch):
         async with CrossShardNames() as names:
             a = await names.directory(2, ROOT_INODE, b"a")
             b = await names.directory(3, ROOT_INODE, b"b")
-            climbs = DirectoryLoops(names.pool._clients[0], AdminCalls(names.pool._clients[0]))
+            climbs = DirectoryLoops(names.pool.clients[0], AdminCalls(names.pool.clients[0]))
 
             async def both_ways() -> dict[int, int]:
                 return {a: b, b: a}
@@ -313,7 +313,7 @@ def test_dump_under_load_is_one_consistent_snapshot(tmp_path):
                 for number in range(2):
                     group.create_task(follow(number))
                 for path in paths:
-                    await dump(names.pool._clients[0], path)
+                    await dump(names.pool.clients[0], path)
                 stop = True
         for path in paths:
             async with InProcessPool(shards=3) as pool:
@@ -349,7 +349,7 @@ def test_dump_is_loaded_into_a_pool_of_any_shard_count(shards: int, tmp_path):
             before = {
                 inode: await names.names(inode) for inode in (ROOT_INODE, *names.at.values(), planted.dir)
             }
-            count = await dump(names.pool._clients[0], path)
+            count = await dump(names.pool.clients[0], path)
         async with InProcessPool(shards=shards) as pool:
             client = await pool.client("loads", OPTIONS)
             loaded = await load(client, path)
