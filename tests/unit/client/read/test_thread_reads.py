@@ -35,12 +35,12 @@ class Served:
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
         self._ports: dict[tuple[str, int], int] = {}
-        self._scheme = scheme
+        self.scheme = scheme
         self.pool = InProcessPool(self._place.name, endpoints=self._endpoint)
         self.run(self.pool.__aenter__())
 
     def _endpoint(self, role, number):
-        if self._scheme == "stream+unix":
+        if self.scheme == "stream+unix":
             return f"stream+unix://{self._place.name}/{role}-{number}.sock"
         if (role, number) not in self._ports:
             with socket.create_server(("127.0.0.1", 0)) as free:
@@ -155,7 +155,7 @@ def test_cached_short_circuit_reads_do_not_use_the_loop(here):
 
 
 def test_connection_is_used_without_short_circuit_reads(served):
-    if served._scheme != "stream":
+    if served.scheme != "stream":
         pytest.skip("over a unix socket it can be had")
     with Case(served) as case:
         case.by("lanes", blocks(20))
