@@ -118,7 +118,7 @@ def summary(comparison, loads, options, took_s: float) -> dict:
         cells = {}
         for name in subjects:
             ways = {
-                "awake" if awake else "asleep": _way(load, rounds)
+                "awake" if awake else "asleep": rounds_summary(load, rounds)
                 for awake, rounds in comparison.figures.get((name, load.key), {}).items()
             }
             if ways:
@@ -164,7 +164,7 @@ def summary(comparison, loads, options, took_s: float) -> dict:
     }
 
 
-def _way(load, rounds: list[dict]) -> dict:
+def rounds_summary(load, rounds: list[dict]) -> dict:
     values = [value_of(load, found) for found in rounds]
     return {
         "median": statistics.median(values),
@@ -228,7 +228,7 @@ def markdown(results: dict) -> str:
         f"directory of {results['files']:,} files; at most {results['seconds']:g} s a load. Processors were busy "
         f"{results['busy_before']:.1%} before anything was started, {results['busy_idle']:.1%} with all of it idle.",
         "## nvpool, times the best peer",
-        _goals(results),
+        goals_table(results),
         "## Against the floors",
         _floors(results),
         "## Everything",
@@ -264,7 +264,7 @@ def markdown(results: dict) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _goals(results: dict) -> str:
+def goals_table(results: dict) -> str:
     rows = [
         "| work | plain directory | best peer | nvpool | × best peer | × drive | nvpool, TCP | × best peer | × drive |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",

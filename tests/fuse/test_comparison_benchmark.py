@@ -213,7 +213,7 @@ def test_better_state_counts_and_ratios_use_the_best_peer():
         "date": "today",
         "subjects": {"a": subject, "b": subject, "mine": subject | {"kind": "nvpool"}},
     }
-    row = report._goals(results).splitlines()[-1]
+    row = report.goals_table(results).splitlines()[-1]
     assert row == "| stat (files/s) | 1,000 | 100 b | 150 | 1.50 of 2 ✗ | 0.15 | 150 | 1.50 of 1.5 ✓ | 0.15 |"
     assert report.judged(2.5, 3.0, at_most=True) == "2.50 of 3 ✓" and report.judged(None, 1.0) == "–"
     one = {"key": "sdk-one", "cells": {"mine": {"best": 20.0}}}
@@ -226,7 +226,7 @@ def test_better_state_counts_and_ratios_use_the_best_peer():
     assert floors["sdk-many"]["columns"]["tcp"] == {"value": None, "goal": 150.0, "reached": None}
     found = {"rate": 1.0, "bytes_rate": 1.0, "p50_us": 1.0, "p99_us": 1.0}
     rounds = [found | {"rate": rate} for rate in (3.0, 1.0, 2.0)]
-    assert report._way(compare.LOADS[0], rounds)["median"] == 2.0
+    assert report.rounds_summary(compare.LOADS[0], rounds)["median"] == 2.0
     xml.dom.minidom.parseString(report.chart(results))
 
 
