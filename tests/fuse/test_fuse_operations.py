@@ -141,7 +141,7 @@ def test_unlinked_file_can_be_opened_only_while_open(fs):
     with pytest.raises(errors.NotFound):
         fs.open(attr.inode, os.O_RDONLY, ME)
     asyncio.run(fs.vfs.release(held))
-    assert attr.inode not in fs.vfs._nodes
+    assert attr.inode not in fs.vfs.nodes
 
 
 def test_appending_handles_bypass_the_page_cache(fs):
@@ -441,7 +441,7 @@ def test_removed_directory_is_stale_once_and_then_missing():
         asked = (await ops.mkdir(ROOT, b"asked", 0o755, ME)).inode
         for name in (b"kept", b"asked"):
             await vfs.rmdir(ROOT, name, ME)  # by another node
-        vfs._directory = gone
+        vfs.mkdir = gone
 
         async def answer(directory):
             with pytest.raises(errors.DirectoryGone) as refused:
@@ -452,7 +452,7 @@ def test_removed_directory_is_stale_once_and_then_missing():
         assert [await answer(asked) for _ in range(2)] == [errno.ENOENT] * 2
         assert not ops.cached_names.locked
 
-    def gone(inode):
+    async def gone(*_):
         raise errors.DirectoryGone()
 
     asyncio.run(run())
@@ -506,7 +506,7 @@ def test_rewound_listing_shows_the_present_directory(fs):
     make_names(fs, 3)
     handle = fs.opendir(ROOT)
     assert len(fs.listed(handle)) == 5
-    fs.vfs._drop(fs.vfs._nodes[ROOT], b"n00001")  # as another node would
+    fs.vfs.drop_name(fs.vfs.nodes[ROOT], b"n00001")  # as another node would
     assert [name for name, _ in fs.listed(handle)] == [b".", b"..", b"n00000", b"n00002"]
 
 
@@ -523,7 +523,7 @@ def test_drain_flushes_and_releases_open_files(fs):
     assert fs.ops.open_files == 2
     fs.drain()
     assert fs.ops.open_files == 0
-    assert attr.inode not in fs.vfs._nodes
+    assert attr.inode not in fs.vfs.nodes
 
 
 def test_handle_numbers_are_not_reused(fs):

@@ -218,7 +218,7 @@ def test_writeback_gathers_small_writes_until_close(served):
     content = bytearray(b"".join(bytes([number]) * 100 for number in range(256)))
     content[5000:5006], content[25_000:25_003] = b"middle", b"end"
     assert (back.place / "f").read_bytes() == content
-    node = next(node for node in back.vfs._nodes.values() if node.content)
+    node = next(node for node in back.vfs.nodes.values() if node.content)
     assert bytes(node.content) == content
 
 

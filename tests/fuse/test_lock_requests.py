@@ -220,7 +220,7 @@ def test_changed_attributes_are_invalidated_under_a_lock():
         attr, opened = await ops.create(1, b"f", 0o644, os.O_RDWR, ME)
         await ops.setlk(opened.handle, 1, 0, 9, WRITE, 1, False)
         assert asked == []
-        vfs._touch(vfs._nodes[attr.inode])  # as another node would
+        vfs.touch(vfs.nodes[attr.inode])  # as another node would
         await ops.setlk(opened.handle, 1, 0, 9, WRITE, 1, False)
         assert asked == [attr.inode]
 
@@ -263,7 +263,7 @@ def test_memory_fake_grants_locks_in_order():
         await vfs.flush(handle, 1)
         await asyncio.gather(waiting[0], waiting[2])
         assert order == [2, 4] and not list(
-            vfs._locks.in_the_way(handle.inode, Owner(RECORD, 0, 9), 0, 9, EXCLUSIVE)
+            vfs.lock_table.in_the_way(handle.inode, Owner(RECORD, 0, 9), 0, 9, EXCLUSIVE)
         )
 
     asyncio.run(main())

@@ -38,7 +38,7 @@ async def main(place):
     from nvpool.testing.fakes.vfs import MemoryVfs
 
     vfs = MemoryVfs()
-    vfs._nodes[1].attr.mode |= 0o777
+    vfs.nodes[1].attr.mode |= 0o777
 
     def engine(**options):
         return KernelEngine(FuseOps(vfs), place, MountOptions("p", **options))

@@ -73,13 +73,13 @@ class MemoryVfs:
 
     def __init__(self, clock=SYSTEM_CLOCK) -> None:
         self._clock = clock
-        self._locks = LockTable(clock, 0.0)
-        self._locks.on_turn = self._give_turn
+        self.lock_table = LockTable(clock, 0.0)
+        self.lock_table.on_turn = self._give_turn
         self._turns: dict[int, asyncio.Future] = {}
         self._last_inode = ROOT_INODE
         self._last_cursor = 3
         now = clock.wall_ns()
-        self._nodes = {
+        self.nodes = {
             ROOT_INODE: _Node(
                 Attr(
                     inode=ROOT_INODE,
@@ -97,7 +97,7 @@ class MemoryVfs:
         return float("inf")
 
     def is_open(self, inode: int) -> bool:
-        return inode in self._nodes and self._nodes[inode].handles > 0
+        return inode in self.nodes and self.nodes[inode].handles > 0
 
     def begin_create(self, *_) -> None:
         """Nothing to wait for."""
@@ -117,7 +117,7 @@ class MemoryVfs:
 
     def _node(self, inode: int) -> _Node:
         try:
-            return self._nodes[inode]
+            return self.nodes[inode]
         except KeyError:
             raise errors.NotFound() from None
 
@@ -131,11 +131,11 @@ class MemoryVfs:
         if len(name) > NAME_BYTES_MAX:
             raise errors.NameTooLong()
         try:
-            return self._nodes[parent.names[name][0]]
+            return self.nodes[parent.names[name][0]]
         except KeyError:
             raise errors.NotFound() from None
 
-    def _touch(self, *nodes: _Node, content: bool = True) -> None:
+    def touch(self, *nodes: _Node, content: bool = True) -> None:
         now = self._clock.wall_ns()
         for node in nodes:
             node.attr.ctime_ns = now
@@ -147,11 +147,11 @@ class MemoryVfs:
         self._last_cursor += 1
         parent.names[name] = (inode, self._last_cursor)
         parent.order[self._last_cursor] = name
-        self._touch(parent)
+        self.touch(parent)
 
-    def _drop(self, parent: _Node, name: bytes) -> None:
+    def drop_name(self, parent: _Node, name: bytes) -> None:
         del parent.order[parent.names.pop(name)[1]]
-        self._touch(parent)
+        self.touch(parent)
 
     def _birth(self, parent_inode: int, name: bytes, mode: int, caller, rdev: int = 0) -> _Node:
         parent = self._directory(parent_inode)
@@ -187,7 +187,7 @@ class MemoryVfs:
                 parent=parent_inode if directory else 0,
             )
         )
-        self._nodes[self._last_inode] = node
+        self.nodes[self._last_inode] = node
         self._add(parent, name, self._last_inode)
         if directory:
             parent.attr.links += 1
@@ -199,12 +199,12 @@ class MemoryVfs:
             parent.attr.links -= 1
         else:
             node.attr.links -= 1
-            self._touch(node, content=False)
+            self.touch(node, content=False)
         self._collect(node)
 
     def _collect(self, node: _Node) -> None:
         if not node.attr.links and not node.handles:
-            self._nodes.pop(node.attr.inode, None)
+            self.nodes.pop(node.attr.inode, None)
 
     # -- names -------------------------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class MemoryVfs:
             attr.uid = uid
         if gid is not None:
             attr.gid = gid
-        self._touch(node, content=size is not None)
+        self.touch(node, content=size is not None)
         if atime_ns is not None:
             attr.atime_ns = self._clock.wall_ns() if atime_ns == NOW else clamp_time_ns(atime_ns)
         if mtime_ns is not None:
@@ -299,7 +299,7 @@ class MemoryVfs:
             raise errors.AlreadyExists()
         self._add(directory, name, inode)
         node.attr.links += 1
-        self._touch(node, content=False)
+        self.touch(node, content=False)
         return node.attr
 
     async def unlink(self, parent: int, name: bytes, caller) -> None:
@@ -307,7 +307,7 @@ class MemoryVfs:
         node = self._child(directory, name)
         if stat.S_ISDIR(node.attr.mode):
             raise errors.IsADirectory()
-        self._drop(directory, name)
+        self.drop_name(directory, name)
         self._lose_name(node, directory)
 
     async def rmdir(self, parent: int, name: bytes, caller) -> None:
@@ -317,7 +317,7 @@ class MemoryVfs:
             raise errors.NotADirectory()
         if node.names:
             raise errors.DirectoryNotEmpty()
-        self._drop(directory, name)
+        self.drop_name(directory, name)
         self._lose_name(node, directory)
 
     async def rename(
@@ -325,7 +325,7 @@ class MemoryVfs:
     ) -> tuple[int, int]:
         old, new = self._directory(parent), self._directory(new_parent)
         moved = self._child(old, name)
-        there = self._nodes[new.names[new_name][0]] if new_name in new.names else None
+        there = self.nodes[new.names[new_name][0]] if new_name in new.names else None
         if len(new_name) > NAME_BYTES_MAX:
             raise errors.NameTooLong()
         if there is None and flags & RENAME_EXCHANGE:
@@ -341,7 +341,7 @@ class MemoryVfs:
             while above != ROOT_INODE:
                 if above == moved.attr.inode:
                     raise errors.WouldLoop()
-                above = self._nodes[above].attr.parent
+                above = self.nodes[above].attr.parent
         if flags & RENAME_EXCHANGE:
             for node, before, after in ((moved, old, new), (there, new, old)):
                 if stat.S_ISDIR(node.attr.mode):
@@ -352,8 +352,8 @@ class MemoryVfs:
                 (there.attr.inode, old.names[name][1]),
                 (moved.attr.inode, new.names[new_name][1]),
             )
-            self._touch(old, new)
-            self._touch(moved, there, content=False)
+            self.touch(old, new)
+            self.touch(moved, there, content=False)
             return inodes
         if there is not None:
             if stat.S_ISDIR(there.attr.mode):
@@ -363,15 +363,15 @@ class MemoryVfs:
                     raise errors.DirectoryNotEmpty()
             elif is_directory:
                 raise errors.NotADirectory()
-            self._drop(new, new_name)
+            self.drop_name(new, new_name)
             self._lose_name(there, new)
-        self._drop(old, name)
+        self.drop_name(old, name)
         self._add(new, new_name, moved.attr.inode)
         if is_directory:
             moved.attr.parent = new_parent
             old.attr.links -= 1
             new.attr.links += 1
-        self._touch(moved, content=False)
+        self.touch(moved, content=False)
         return inodes
 
     # -- file data ---------------------------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ class MemoryVfs:
             raise errors.IsADirectory()
         if flags & os.O_TRUNC:
             self._resize(node, 0)
-            self._touch(node)
+            self.touch(node)
         node.handles += 1
         return FakeFileHandle(node, flags)
 
@@ -414,7 +414,7 @@ class MemoryVfs:
         return False
 
     def size_here(self, inode: int) -> int | None:
-        node = self._nodes.get(inode)
+        node = self.nodes.get(inode)
         return len(node.content) if node is not None and node.handles else None
 
     async def append(self, handle: FakeFileHandle, buffer) -> int:
@@ -430,7 +430,7 @@ class MemoryVfs:
         if end > len(node.content):
             self._resize(node, end)
         node.content[offset:end] = buffer
-        self._touch(node)
+        self.touch(node)
         return len(buffer)
 
     async def fallocate(self, handle: FakeFileHandle, offset: int, length: int, mode: int) -> None:
@@ -446,7 +446,7 @@ class MemoryVfs:
         if mode & (PUNCH_HOLE | ZERO_RANGE):
             end = min(end, len(node.content))
             node.content[offset:end] = bytes(max(0, end - offset))
-        self._touch(node)
+        self.touch(node)
 
     async def seek(self, handle: FakeFileHandle, offset: int, whence: int) -> int:
         """Report blocks of zeros as holes."""
@@ -469,19 +469,21 @@ class MemoryVfs:
         return await self.write(target, to, data) if data else 0
 
     async def flush(self, handle: FakeFileHandle, owner: int | None = None) -> None:
-        if owner is not None and handle.inode in self._locks.files:
+        if owner is not None and handle.inode in self.lock_table.files:
             await self.setlk(handle, owner, 0, LAST_BYTE, UNLOCKED)
 
     async def fsync(self, handle: FakeFileHandle, datasync: bool) -> None:
         pass
 
     def is_locked(self, inode: int) -> bool:
-        return inode in self._locks.files
+        return inode in self.lock_table.files
 
     async def getlk(
         self, handle: FakeFileHandle, owner: int, start: int, end: int, mode: int
     ) -> LockRange | None:
-        found = next(self._locks.in_the_way(handle.inode, Owner(RECORD, 0, owner), start, end, mode), None)
+        found = next(
+            self.lock_table.in_the_way(handle.inode, Owner(RECORD, 0, owner), start, end, mode), None
+        )
         return found.span if found else None
 
     async def setlk(
@@ -509,8 +511,8 @@ class MemoryVfs:
         ticket = 0
         try:
             while True:
-                step = self._locks.decide(handle.inode, owner, start, end, mode, pid, wait, ticket)
-                self._locks.commit(step)
+                step = self.lock_table.decide(handle.inode, owner, start, end, mode, pid, wait, ticket)
+                self.lock_table.commit(step)
                 if step.granted:
                     return False
                 if not wait:
@@ -520,9 +522,9 @@ class MemoryVfs:
                 await turn
         finally:
             self._turns.pop(ticket, None)
-            waiter = self._locks.waiter(0, ticket)
+            waiter = self.lock_table.waiter(0, ticket)
             if waiter is not None:
-                self._locks.give_up(waiter)
+                self.lock_table.give_up(waiter)
 
     def _give_turn(self, waiter: Waiter) -> None:
         if waiter.ticket in self._turns and not self._turns[waiter.ticket].done():
@@ -558,7 +560,7 @@ class MemoryVfs:
         return DirectoryPage(
             b"".join(
                 [
-                    pack_entry(place, self._nodes[node.names[name][0]].attr, False, name)
+                    pack_entry(place, self.nodes[node.names[name][0]].attr, False, name)
                     for place, name in behind[:limit]
                 ]
             )
@@ -585,7 +587,7 @@ class MemoryVfs:
     # -- other operations --------------------------------------------------------------------------------------------
 
     async def statfs(self, inode: int = ROOT_INODE) -> StatFs:
-        return StatFs(1 << 30, 1 << 29, 1 << 29, 4096, 1 << 32, (1 << 32) - len(self._nodes), NAME_BYTES_MAX)
+        return StatFs(1 << 30, 1 << 29, 1 << 29, 4096, 1 << 32, (1 << 32) - len(self.nodes), NAME_BYTES_MAX)
 
     async def getxattr(self, inode: int, name: bytes) -> bytes:
         try:
@@ -603,7 +605,7 @@ class MemoryVfs:
             raise errors.NoAttribute()
         node.xattrs[name] = value
         node.attr.flags |= HAS_XATTRS
-        self._touch(node, content=False)
+        self.touch(node, content=False)
 
     async def listxattr(self, inode: int) -> list[bytes]:
         return list(self._node(inode).xattrs)
@@ -614,7 +616,7 @@ class MemoryVfs:
             raise errors.NoAttribute()
         if not node.xattrs:
             node.attr.flags &= ~HAS_XATTRS
-        self._touch(node, content=False)
+        self.touch(node, content=False)
 
     async def access(self, inode: int, mask: int, caller) -> None:
         self._node(inode)
