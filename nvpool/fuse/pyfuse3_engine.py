@@ -443,7 +443,8 @@ class Pyfuse3Engine:
     """See engines.Engine. One per process."""
 
     name = "pyfuse3"
-    _taken = False
+    is_mounted = False
+    """Whether this process has a mount of this engine."""
 
     def __init__(
         self,
@@ -473,14 +474,14 @@ class Pyfuse3Engine:
         Unavailable: libfuse refused and gave the reason on stderr (no /dev/fuse, no right to mount, allow_other
         not permitted).
         """
-        if Pyfuse3Engine._taken:
+        if Pyfuse3Engine.is_mounted:
             raise InUse("pyfuse3 can serve one mount per process")
         _do_without_splice()
         try:
             pyfuse3.init(self._requests, os.fspath(self._mount_point), _words(self._options))
         except RuntimeError as error:
             raise Unavailable(f"{self._mount_point} could not be mounted: {error}") from None
-        Pyfuse3Engine._taken = True
+        Pyfuse3Engine.is_mounted = True
         self._mount = mount_at(self._mount_point)
         if self._mount is None:
             raise Unavailable(f"{self._mount_point} was unmounted by another process")
@@ -541,7 +542,7 @@ class Pyfuse3Engine:
             except NvpoolError as error:
                 log.warning("the mount is left behind: %s", error)
         self._mount = None
-        Pyfuse3Engine._taken = False
+        Pyfuse3Engine.is_mounted = False
 
 
 def _invalidate_all(names: list[tuple[int, bytes]], inodes: list[int]) -> None:

@@ -56,7 +56,7 @@ class CountedMount:
         self.ops = FuseOps(client.vfs, options)
         self.engine = KernelEngine(self.ops, place, settings)
         for opcode in Op:
-            self.engine._table[opcode] = partial(self._count, opcode.name, self.engine._table[opcode])
+            self.engine.table[opcode] = partial(self._count, opcode.name, self.engine.table[opcode])
 
     def _count(self, name, handler, count):
         self.asked[name] += 1

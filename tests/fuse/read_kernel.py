@@ -37,7 +37,7 @@ class Reading(Kernel):
         return int.from_bytes(opened[:8], "little")
 
     def handle(self, number):
-        return self.engine._ops.files.by_handle[number]
+        return self.engine.ops.files.by_handle[number]
 
     async def read(self, number, offset, size):
         return await self.request(Op.READ, (number, offset, size, 0, 0, 0))

@@ -13,7 +13,7 @@ from nvpool.client.pool_client import Client
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.vfs_types import FileHandle, ReadAheadState
 from nvpool.core import grants
-from nvpool.fuse.fast_path import cached_replies
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Op
 from nvpool.fuse.protocol.requests import FORMS, FuseRequest
@@ -287,7 +287,7 @@ async def test_opens_of_squashed_root_need_a_message(kernel, rng):
     meta.change = counted
     for squashes, uid, count in ((False, 0, 0), (True, 1000, 0), (True, 0, 1)):
         kernel.vfs.parts.squashes_root = squashes
-        compiled = cached_replies._cached_replies.CachedReplies(
+        compiled = load_compiled("nvpool.fuse.fast_path._cached_replies").CachedReplies(
             kernel.engine.fast_paths.cached_replies,
             kernel.ops,
             kernel.vfs,

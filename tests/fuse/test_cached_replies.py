@@ -42,7 +42,7 @@ class Both(Reading):
 
     @property
     def ops(self):
-        return self.engine._ops
+        return self.engine.ops
 
     async def once(self, opcode, body, **more):
         self.send(opcode, body, **more)
@@ -146,12 +146,12 @@ class Both(Reading):
             found = self.ops.lookup_now(node, names[0])
             if found is ASK:
                 return None
-            self.engine._replies.entry(77, found)
+            self.engine.replies.entry(77, found)
         else:
             found = self.ops.getattr_now(node)
             if found is None:
                 return None
-            self.engine._replies.attributes(77, found)
+            self.engine.replies.attributes(77, found)
         return self._answer()
 
 
@@ -168,7 +168,7 @@ async def mounted(options=None, root=None):
                     if root is not None
                     else type(kernel.ops)(host.vfs, options)
                 )
-                engine = type(kernel.engine)(ops, None, kernel.engine._options)
+                engine = type(kernel.engine)(ops, None, kernel.engine.options)
                 engine.adopt(kernel.theirs.fileno())
                 kernel.engine.stop()
                 await kernel.serving

@@ -15,7 +15,7 @@ from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.core import errors, grants
 from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
-from nvpool.fuse.fast_path import creates as fast_creates
+from nvpool.core.compiled_loader import load_compiled
 from nvpool.fuse.ops.kernel_cache.options import FuseOptions
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Op, Opening
@@ -31,6 +31,7 @@ from tests.unit.client.data.test_short_circuit import Host, run_whole
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 MADE_BYTES = replies.SHAPES["create"][1].size
+COMPILED = load_compiled("nvpool.fuse.fast_path._creates")
 NO_PROCESS = 1 << 22
 """There is no such process."""
 
@@ -127,7 +128,7 @@ class Mounted(Reading):
 
     @property
     def ops(self):
-        return self.engine._ops
+        return self.engine.ops
 
     @property
     def state(self):
@@ -332,7 +333,7 @@ def test_request_bytes_are_those_of_protobuf():
             some_number(chance, 32),
             some_number(chance, 32),
         )
-        packed = fast_creates._creates.request_of(
+        packed = COMPILED.request_of(
             change.session,
             change.slot,
             change.sequence,
@@ -402,7 +403,7 @@ KEEP = (1, 5), (2, 999)
 
 
 def fast_reply(message):
-    return fast_creates._creates.answer_of(message, 77, *KEEP, 0x1234567890, 5)
+    return COMPILED.answer_of(message, 77, *KEEP, 0x1234567890, 5)
 
 
 @pytest.mark.compiled
@@ -781,7 +782,7 @@ async def test_creates_survive_lost_connections(kernel):
     calls = []
     kernel.proxy.instead = calls.append
     asked = {kernel.send_create(b"%d" % number): b"%d" % number for number in range(20)}
-    kernel.engine._take()
+    kernel.engine.take_requests()
     async with asyncio.timeout(60):
         while len(calls) < 20:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -1006,10 +1007,10 @@ async def test_bug_before_the_reply_fails_one_request(kernel):
     handles = kernel.ops.handles
     unique, call = await kernel.pending_create(b"f")
     other, later = await kernel.pending_create(b"g")
-    last, handles._last = handles._last, None
+    last, handles.last = handles.last, None
     kernel.proxy.service.handle(call)
     assert (await kernel.receive())[:2] == (unique, -errno.EIO)
-    handles._last = last
+    handles.last = last
     kernel.proxy.service.handle(later)
     assert (await kernel.receive())[:2] == (other, 0)
     assert len(kernel.state.slots) == kernel.state.slot_count and not kernel.host.kept.slots(
@@ -1029,7 +1030,7 @@ async def test_mount_stops_after_a_bug_in_a_last_reply(kernel):
         kernel.proxy.service.handle(call)
         assert (await kernel.receive())[:2] == (unique, 0)
     async with asyncio.timeout(60):
-        await asyncio.shield(kernel.engine._ended)
+        await asyncio.shield(kernel.engine.ended)
 
 
 @on_both_paths
@@ -1060,7 +1061,7 @@ async def test_many_creates_pass_a_small_socket_buffer(kernel):
     kernel.state.met._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     for turn in range(3):
         asked = {kernel.send_create(b"%d-%03d" % (turn, number) + b"x" * 240): number for number in range(60)}
-        kernel.engine._take()
+        kernel.engine.take_requests()
         while asked:
             unique, error, _ = await kernel.receive()
             assert not error

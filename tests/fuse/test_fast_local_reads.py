@@ -201,7 +201,7 @@ async def pending_read(kernel, number, offset, pid=0):
         while True:
             kernel.forget_pages()
             unique = kernel.send_read(number, offset, BLOCK, pid=pid)
-            kernel.engine._take()
+            kernel.engine.take_requests()
             if kernel.plain.waiting:
                 assert unique in kernel.engine.requests.work and kernel.plain.waiting == 1
                 return unique
@@ -213,7 +213,7 @@ async def test_interrupted_read_ignores_its_late_data(kernel):
     number = await kernel.open()
     unique = await pending_read(kernel, number, 8 * BLOCK, pid=1 << 22)  # there is no such process
     kernel.send(Op.INTERRUPT, (unique,))
-    kernel.engine._take()
+    kernel.engine.take_requests()
     heard, error, _ = await kernel.receive()
     assert (
         (heard, error) == (unique, -errno.EINTR)
@@ -292,7 +292,7 @@ def test_ending_mount_waits_for_direct_reads_into_its_memory(monkeypatch):
                 await pending_read(kernel, number, 8 * BLOCK)
                 for block in range(50, 1000, 50):
                     kernel.send_read(number, block * BLOCK, BLOCK)
-                kernel.engine._take()
+                kernel.engine.take_requests()
                 plain = kernel.plain
                 assert plain.waiting
             assert not plain.waiting and plain.fileno == -1

@@ -380,13 +380,13 @@ async def test_interrupted_read_ignores_its_late_reply(kernel):
     kernel.host.instead(calls.append)
     nobody = 1 << 22  # there is no such process
     late = [kernel.send_read(number, block * BLOCK, BLOCK, pid=nobody) for block in range(8, 100, 7)]
-    kernel.engine._take()
+    kernel.engine.take_requests()
     async with asyncio.timeout(60):
         while len(calls) < 1:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     for unique in late:
         kernel.send(Op.INTERRUPT, (unique,))
-    kernel.engine._take()
+    kernel.engine.take_requests()
     for _ in late:
         heard, error, _ = await kernel.receive()
         assert heard in late and error == -errno.EINTR
@@ -406,7 +406,7 @@ async def test_reads_survive_a_lost_connection(kernel):
     asked = {
         kernel.send_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK) for block in range(3, 1200, 40)
     }
-    kernel.engine._take()
+    kernel.engine.take_requests()
     await asyncio.sleep(0.05)
     kernel.host.instead(None)
     for connection in kernel.connections():
@@ -520,9 +520,9 @@ def test_unmounted_engine_does_not_wait_for_replies():
                 number = await kernel.open()
                 host.instead(calls.append)
                 asked = [kernel.send_read(number, block * BLOCK, BLOCK) for block in range(3, 100, 7)]
-                kernel.engine._take()
+                kernel.engine.take_requests()
                 await asyncio.sleep(0.05)
-                assert not kernel.engine._may_read_on(OSError(errno.ENODEV, "it was unmounted"))
+                assert not kernel.engine.can_read_on(OSError(errno.ENODEV, "it was unmounted"))
                 await asyncio.wait_for(asyncio.gather(kernel.serving, return_exceptions=True), 60)
                 assert not kernel.engine.requests.work and kernel.far is None
                 answered = [await kernel.receive() for _ in asked]
@@ -548,7 +548,7 @@ def test_leaving_engine_waits_for_replies():
                 kernel.send_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK)
                 for block in range(3, 100, 7)
             }
-            kernel.engine._take()
+            kernel.engine.take_requests()
             await asyncio.sleep(0.05)
             leaving = asyncio.ensure_future(kernel.engine.leave(60))
             await asyncio.sleep(0.05)

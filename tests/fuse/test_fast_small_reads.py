@@ -135,7 +135,7 @@ async def test_cache_and_statistics_are_the_same(kernel):
             and type(content) is bytes
         )
         assert read_s <= kernel.vfs.clock.boottime_s()
-        assert inode in kernel.engine._ops.cached_pages.paged
+        assert inode in kernel.engine.ops.cached_pages.paged
         assert kernel.vfs.cache.open[inode].grant_used
 
 
@@ -383,7 +383,7 @@ def test_silent_store_is_an_error_at_the_deadline(way):
 
 async def wait_for_requests(kernel, calls):
     """Wait until the stores have the requests."""
-    kernel.engine._take()
+    kernel.engine.take_requests()
     async with asyncio.timeout(60):
         while not calls:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -404,7 +404,7 @@ async def test_interrupted_reader_does_not_affect_others(kernel):
     await wait_for_requests(kernel, calls)
     for unique in late:
         kernel.send(Op.INTERRUPT, (unique,))
-    kernel.engine._take()
+    kernel.engine.take_requests()
     for _ in late:
         heard, error, _ = await kernel.receive()
         assert heard in late and error == -errno.EINTR
@@ -598,7 +598,7 @@ async def test_reads_are_batched_up_to_a_burst(kernel):
     asked = {
         kernel.send_read(number, 0, BLOCK): content for number, content in zip(numbers, contents, strict=True)
     }
-    kernel.engine._take()
+    kernel.engine.take_requests()
     for unique, (error, answer) in (await kernel.answers(asked)).items():
         assert not error and answer == asked[unique]
     assert kernel.began == began + 150 and targets
@@ -723,7 +723,7 @@ def test_unmounted_engine_does_not_wait_for_replies():
                 host.instead(calls.append)
                 asked = [kernel.send_read(number, 0, BLOCK) for number in numbers]
                 await wait_for_requests(kernel, calls)
-                assert not kernel.engine._may_read_on(OSError(errno.ENODEV, "it was unmounted"))
+                assert not kernel.engine.can_read_on(OSError(errno.ENODEV, "it was unmounted"))
                 await asyncio.wait_for(asyncio.gather(kernel.serving, return_exceptions=True), 60)
                 assert (
                     not kernel.engine.requests.work and kernel.engine.fast_paths.small_files.compiled is None

@@ -154,7 +154,7 @@ def on_all_paths(test):
 
 @on_all_paths
 async def test_small_file_is_written_closed_and_read(kernel):
-    ops, engine = kernel.engine._ops, kernel.engine
+    ops, engine = kernel.engine.ops, kernel.engine
     for number, length in enumerate((4096, 5000, 32768, 100, 40_000)):
         content = os.urandom(length)
         inode, handle = await kernel.new(b"%d" % number)
@@ -222,7 +222,7 @@ async def test_failed_write_is_reported_by_one_close(kernel):
     await kernel.expect_no_reply()
     kernel.reply_from_stores(NoSpace.wire_code)
     assert (await kernel.receive())[:2] == (asked, -errno.ENOSPC)
-    assert inode not in kernel.engine._ops.cached_pages.seen
+    assert inode not in kernel.engine.ops.cached_pages.seen
     await kernel.flush(handle)
 
 
@@ -236,7 +236,7 @@ async def test_write_without_a_free_record_is_refused(kernel):
     kernel.kept.files.take, take = full, kernel.kept.files.take
     with pytest.raises(OSError) as refused:
         await kernel.write(handle, bytes(4096))
-    assert refused.value.errno == TooManyOpen.errno and inode not in kernel.engine._ops.cached_pages.seen
+    assert refused.value.errno == TooManyOpen.errno and inode not in kernel.engine.ops.cached_pages.seen
     kernel.kept.files.take = take
     assert await kernel.write(handle, bytes(4096)) == 4096
     await kernel.flush(handle)

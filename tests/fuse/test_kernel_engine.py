@@ -351,7 +351,7 @@ async def test_statx_without_birth_time_says_so(kernel):
     inode, _ = await kernel.create(b"f")
     found = replies.read("statx", await kernel.request(Op.STATX, (0, 0, 0, 0xFFF), node=inode))
     assert found.mask == replies.STATX_BASIC and found.ino == inode and found.btime == 0
-    reply = replies.statx(2, kernel.engine._ops._vfs._nodes[inode].attr, (1, 0), 5 * 10**9 + 7)
+    reply = replies.statx(2, kernel.engine.ops.vfs.nodes[inode].attr, (1, 0), 5 * 10**9 + 7)
     found = replies.read("statx", replies.parse(reply)[2])
     assert (found.mask, found.btime, found.btimensec) == (replies.STATX_BASIC | replies.STATX_BTIME, 5, 7)
 
@@ -365,7 +365,7 @@ def test_acls_need_a_kernel_that_enforces_them(offered):
         async def setxattr(inode, name, value, flags, caller):
             asked.append((name, value, flags))
 
-        kernel.engine._ops._vfs.setxattr = setxattr
+        kernel.engine.ops.vfs.setxattr = setxattr
         said = await kernel.init(flags=offered)
         assert bool(said.flags & Init.POSIX_ACL) == bool(offered & Init.POSIX_ACL)
         inode, _ = await kernel.create(b"f")
@@ -443,7 +443,7 @@ async def test_unknown_handle_is_an_error(kernel):
 @on_kernel(SlowVfs)
 async def test_waiting_requests_do_not_block_others(kernel):
     await kernel.init()
-    vfs = kernel.engine._ops._vfs
+    vfs = kernel.engine.ops.vfs
     inode, handle = await kernel.create(b"f")
     asked = [kernel.send(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode) for _ in range(20)]
     await kernel.expect_no_reply()
@@ -470,7 +470,7 @@ class GatheringVfs(SlowVfs):
 @on_kernel(GatheringVfs)
 async def test_queued_reads_are_sent_together(kernel):
     await kernel.init()
-    vfs = kernel.engine._ops._vfs
+    vfs = kernel.engine.ops.vfs
     inode, handle = await kernel.create(b"f")
     for _ in range(16):
         kernel.send(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode)
@@ -484,7 +484,7 @@ async def test_queued_reads_are_sent_together(kernel):
 @on_kernel(SlowVfs)
 async def test_number_of_requests_under_way_is_limited(kernel):
     await kernel.init()
-    vfs = kernel.engine._ops._vfs
+    vfs = kernel.engine.ops.vfs
     inode, handle = await kernel.create(b"f")
     sent = 0
     for _ in range(IN_WORK_MAX + 50):
@@ -546,7 +546,7 @@ async def test_stop_waits_for_requests_under_way(kernel):
     kernel.engine.stop()
     await asyncio.sleep(0.01)
     assert not kernel.serving.done()
-    kernel.engine._ops._vfs.go.set()
+    kernel.engine.ops.vfs.go.set()
     assert (await kernel.receive())[0] == asked
     await asyncio.wait_for(kernel.serving, 120)
 
@@ -590,13 +590,13 @@ class SubmittingVfs(MemoryVfs):
 
 def is_updated_before_reply(making) -> bool:
     """Whether the state was updated before the kernel got the reply."""
-    return making._handle in making._files.by_handle
+    return making.handle in making.files.by_handle
 
 
 @on_kernel(SubmittingVfs)
 async def test_submitted_create_replies_before_bookkeeping(kernel):
     await kernel.init()
-    vfs, ops = kernel.engine._ops._vfs, kernel.engine._ops
+    vfs, ops = kernel.engine.ops.vfs, kernel.engine.ops
     asked = kernel.send(Op.CREATE, (os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o100644, 0o22, 0), names=(b"f",))
     await kernel.expect_no_reply()
     assert vfs.begun[0].unique == asked and len(kernel.engine.requests.work) == 1
@@ -657,7 +657,7 @@ class TwoStepVfs(SubmittingVfs):
 @on_kernel(TwoStepVfs)
 async def test_second_step_of_a_create_belongs_to_its_request(kernel):
     await kernel.init()
-    vfs = kernel.engine._ops._vfs
+    vfs = kernel.engine.ops.vfs
     asked = kernel.send(Op.CREATE, (os.O_WRONLY | os.O_CREAT, 0o100644, 0o22, 0), names=(b"f",))
     await kernel.expect_no_reply()
     vfs.begun.pop().done()
@@ -668,7 +668,7 @@ async def test_second_step_of_a_create_belongs_to_its_request(kernel):
 @on_kernel(SubmittingVfs)
 async def test_dying_caller_of_a_submitted_request_is_answered(kernel):
     await kernel.init()
-    vfs = kernel.engine._ops._vfs
+    vfs = kernel.engine.ops.vfs
     flags = os.O_RDONLY | os.O_CREAT | os.O_EXCL
     asked = kernel.send(Op.CREATE, (flags, 0o100644, 0o22, 0), names=(b"f",))
     await kernel.expect_no_reply()
@@ -697,7 +697,7 @@ async def test_releases_wait_behind_other_requests(kernel):
     assert [(await kernel.receive())[:2] for _ in range(4)] == [
         (unique, 0) for unique in (waited_for, *asked)
     ]
-    assert list(kernel.engine._ops.files.by_handle) == [handle]
+    assert list(kernel.engine.ops.files.by_handle) == [handle]
     await kernel.request(Op.SETLK, (handle, 1, 0, (1 << 63) - 1, fcntl.F_WRLCK, os.getpid(), 1), node=inode)
     again = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDWR, 0), node=inode)).fh
     released = kernel.send(Op.RELEASE, (handle, 0, 0, 0))
@@ -705,7 +705,7 @@ async def test_releases_wait_behind_other_requests(kernel):
     locked = kernel.send(Op.SETLK, lock, node=inode)  # after the reply to the close its locks are gone
     assert [(await kernel.receive())[:2] for _ in range(2)] == [(released, 0), (locked, 0)]
     await kernel.request(Op.RELEASE, (again, 0, 0, 0))
-    assert not kernel.engine._ops.files.by_handle and not kernel.engine.requests.late
+    assert not kernel.engine.ops.files.by_handle and not kernel.engine.requests.late
     assert sum(kernel.engine.requests.spent.times[Op.RELEASE].counts) == 5
 
 

@@ -63,7 +63,7 @@ async def test_close_ends_record_locks_and_release_ends_flock(kernel):
     await kernel.request(Op.SETLK, body(handle, 1, WRITE), node=inode)
     await kernel.request(Op.SETLK, body(handle, 2, WRITE, flags=LOCK_FLOCK), node=inode)
     await kernel.request(Op.FLUSH, (handle, 0, 9), node=inode)
-    locks = kernel.engine._ops._vfs._locks
+    locks = kernel.engine.ops.vfs.lock_table
     assert len(list(locks.locks_on(inode))) == 2
     await kernel.request(Op.FLUSH, (handle, 0, 1), node=inode)
     assert [one.owner.owner for one in locks.locks_on(inode)] == [2]
@@ -90,7 +90,7 @@ async def test_interrupt_ends_a_waiting_lock(kernel):
     kernel.send(Op.INTERRUPT, (asked,))
     assert (await kernel.receive())[:2] == (asked, -errno.EINTR)
     await kernel.request(Op.SETLK, body(handle, 1, NONE), node=inode)
-    assert not kernel.engine._ops._vfs._locks.files and not kernel.engine._pending.lock_waits
+    assert not kernel.engine.ops.vfs.lock_table.files and not kernel.engine.pending.lock_waits
 
 
 class InterruptedVfs(MemoryVfs):
@@ -109,7 +109,7 @@ async def test_interrupt_after_the_grant_keeps_the_lock(kernel):
     async def forgetting(_names, _inodes):
         await forgotten.wait()
 
-    kernel.engine._ops.notices.connect(invalidate=forgetting)
+    kernel.engine.ops.notices.connect(invalidate=forgetting)
     asked = kernel.send(Op.SETLKW, body(handle, 2, WRITE), node=inode)
     await kernel.expect_no_reply()
     kernel.send(Op.INTERRUPT, (asked,))

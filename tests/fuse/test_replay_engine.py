@@ -40,7 +40,7 @@ class KeepingKernel(Kernel):
 
     def __init__(self, vfs, keep, awaited=(), before=None):
         super().__init__(vfs)
-        ops = self.engine._ops if before is None else before.engine._ops  # open files are taken over
+        ops = self.engine.ops if before is None else before.engine.ops  # open files are taken over
         self.came_again = None
         engine = ReplayEngine(ops, None, MountOptions("p"), lambda: self.ready.append(1), lambda: None, keep)
         self.engine = engine
@@ -49,10 +49,10 @@ class KeepingKernel(Kernel):
             words = {Word.GREETED: 1, Word.INIT_FLAGS: int(Init.ASYNC_READ)}
             ops.kept = SimpleNamespace(word=lambda word: words[word])
             self.last = before.last
-            engine._asked_again = True
+            engine.asked_again = True
             ops.invalidate_inherited = lambda: None
             ops.all_came_again = lambda in_work: setattr(self, "came_again", in_work)
-            engine._is_awaited = lambda unique: unique in awaited
+            engine.is_awaited = lambda unique: unique in awaited
 
 
 def run(test):
@@ -83,7 +83,7 @@ def test_successor_answers_the_kept_requests(memory):
         asked = [first.send(Op.READ, (handle, at, 2, 0, 0, 0), node=inode) for at in (0, 2, 4)]
         await waits(vfs, 3)
         await first.expect_no_reply()
-        kept = first.engine._kept_requests
+        kept = first.engine.kept_requests
         assert kept.count == 3
         serving.cancel()  # the process is gone: none of its tasks continues
         await asyncio.gather(serving, return_exceptions=True)
@@ -100,7 +100,7 @@ def test_successor_answers_the_kept_requests(memory):
                 asked[2]: b"ef",
             }  # by the kernel's numbers; the first one was answered before
             await second.expect_no_reply()
-            assert second.engine._kept_requests.count == 0 and second.ready == [1]
+            assert second.engine.kept_requests.count == 0 and second.ready == [1]
             assert second.came_again is not None
 
     run(test)
@@ -120,7 +120,7 @@ def test_interrupt_finds_a_request_by_the_kernels_number(memory):
             await first.init()
             inode, handle = await first.create(b"f")
         asked = 1000
-        first.engine._kept_requests.keep(asked, memoryview(_read(asked, handle, 0, inode)))
+        first.engine.kept_requests.keep(asked, memoryview(_read(asked, handle, 0, inode)))
         second = KeepingKernel(vfs, memory, {asked}, first)
         async with second:
             await waits(vfs, 1)
@@ -129,7 +129,7 @@ def test_interrupt_finds_a_request_by_the_kernels_number(memory):
             ] == [asked]
             second.send(Op.INTERRUPT, (asked,), unique=asked | 1)
             unique, error, _ = await second.receive()  # its caller, process 0, does not exist
-            assert (unique, error) == (asked, -errno.EINTR) and second.engine._kept_requests.count == 0
+            assert (unique, error) == (asked, -errno.EINTR) and second.engine.kept_requests.count == 0
 
     run(test)
 
@@ -137,13 +137,13 @@ def test_interrupt_finds_a_request_by_the_kernels_number(memory):
 def test_engine_reads_nothing_while_its_log_is_full(memory, monkeypatch):
     async def test():
         vfs = SlowVfs()
+        monkeypatch.setattr("nvpool.shm.request_log.SMALL_COUNT", 2)
         kernel = KeepingKernel(vfs, memory)
         async with kernel:
             await kernel.init()
             inode, handle = await kernel.create(b"f")
             await kernel.request(Op.WRITE, (handle, 0, 6, 0, 0, 0), node=inode, payload=b"abcdef")
-            kept = kernel.engine._kept_requests
-            del kept._small[2:]
+            kept = kernel.engine.kept_requests
             asked = [kernel.send(Op.READ, (handle, at, 2, 0, 0, 0), node=inode) for at in (0, 2, 4)]
             await waits(vfs, 2)
             await asyncio.sleep(0.05)
@@ -168,7 +168,7 @@ def test_kernel_is_queried_whether_it_still_waits(memory, monkeypatch, code, awa
             raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr("nvpool.fuse.kernel.replay_engine.os", SimpleNamespace(write=write))
-    assert engine._is_awaited(100) is awaited
+    assert engine.is_awaited(100) is awaited
     assert said == [struct.pack("=IiQ", 16, -errno.EAGAIN, 101)] and replies.HEADER_BYTES == 16
 
 

@@ -86,7 +86,7 @@ class Two:
                 number, content = self.small[of][turn]
                 asked[of][kernel.send_read(number, 0, 64 * KIB)] = content
                 if turn % 6 == 5:
-                    await on_loop(kernel.engine._take)
+                    await on_loop(kernel.engine.take_requests)
         return asked
 
     async def held_frames(self):
@@ -245,7 +245,7 @@ async def test_late_replies_of_an_ended_engine_are_dropped(two):
     first, second = two.kernels
     asked = await two.request(7)
     said = await two.held_frames()
-    assert not first.engine._may_read_on(OSError(19, "it was unmounted"))
+    assert not first.engine.can_read_on(OSError(19, "it was unmounted"))
     await asyncio.wait_for(asyncio.gather(first.serving, return_exceptions=True), 60)
     assert (
         not first.engine.requests.work
@@ -283,7 +283,7 @@ async def test_connection_that_ends_halfway_answers_each_read_once(two):
     said = await two.held_frames()
     two.release()
     paths = first.engine.fast_paths.small_files, first.engine.fast_paths.remote_reads
-    some_ended, ended = first.engine._some_ended, []
+    some_ended, ended = paths[0].some_ended, []
     for connection, its in said.items():
 
         def end(connection=connection):

@@ -782,8 +782,8 @@ cdef class CachedReplies:
         if self._kept_handles is NULL or not self._free:
             return self._handles.take(head.node, flags, Caller(head.uid, head.gid, head.pid), head.unique)
         index = self._free.pop()
-        number = <uint64_t>self._handles._last + 1
-        self._handles._last = number
+        number = <uint64_t>self._handles.last + 1
+        self._handles.last = number
         number = number << index_bits | index
         record = self._kept_handles + index * HANDLE_BYTES
         memcpy(record, &head.node, 8)

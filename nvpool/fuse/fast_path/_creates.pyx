@@ -602,8 +602,8 @@ cdef class Creates(PendingReply):
         one.is_done = True
         # The handle is recorded before the kernel gets it.
         index = free.pop() if free else table.take()
-        cdef uint64_t serial = <uint64_t>handles._last + 1
-        handles._last = serial
+        cdef uint64_t serial = <uint64_t>handles.last + 1
+        handles.last = serial
         handle = serial << index_bits | index
         record = self.kept + self.handles_place + index * HANDLE_BYTES
         put64(record, born.file.inode)

@@ -101,7 +101,7 @@ cdef class PendingRead(ReplyTaker):
                 self.is_done = True
                 reads.send_reply(self, payload)
         except Exception as error:  # a bug: report it to the caller, and answer the others
-            entry = reads._work.get(self.unique)
+            entry = reads.work.get(self.unique)
             if entry is not None and entry[0] is self:
                 reads.path.read_ended(self.unique, error)
         return reads
@@ -142,7 +142,7 @@ cdef class RemoteReads(PendingReply):
     cdef readonly object path, requests
     cdef readonly uint64_t read_bytes
     cdef object _pages, _paged, chunks, short_circuit, dialer, replicas, _counters, _clock
-    cdef dict _files, _work, ways, scratches
+    cdef dict _files, work, ways, scratches
     cdef bytearray _buffer
     cdef int _fd
     cdef bint is_system
@@ -155,7 +155,7 @@ cdef class RemoteReads(PendingReply):
     def __init__(self, path, ops, chunks, Py_ssize_t in_work_max):
         requests = path.requests
         self.path, self.requests, self.chunks, self.in_work_max = path, requests, chunks, in_work_max
-        self._fd, self._buffer, self._work = requests.fd, requests.buffer, requests.work
+        self._fd, self._buffer, self.work = requests.fd, requests.buffer, requests.work
         self._pages, self._files, self._paged = ops.cached_pages, ops.files.by_handle, ops.cached_pages.paged
         self.short_circuit, self.dialer, self.replicas = chunks.short, chunks.dialer, chunks.replicas
         self._counters, self._clock = chunks.counters, chunks.clock
@@ -182,7 +182,7 @@ cdef class RemoteReads(PendingReply):
         cdef Wanted wanted
         cdef PyObject *found
         if (not is_read(self._buffer, count, &wanted) or self.requests.forwarded or self.replicas.several
-                or len(self._work) >= self.in_work_max):
+                or len(self.work) >= self.in_work_max):
             return False
         opened = read_at_random(self._files, self._pages, self._paged, &wanted)
         if opened is None:
@@ -261,7 +261,7 @@ cdef class RemoteReads(PendingReply):
         self._counters["reads"] += 1
         cdef long others = lane.in_flight
         lane.in_flight = others + 1
-        self._work[unique] = one, wanted.pid, opcode_key, one.since_s
+        self.work[unique] = one, wanted.pid, opcode_key, one.since_s
         if not others:  # the store is idle
             way.send()
         elif way.count == 1:
@@ -321,7 +321,7 @@ cdef class RemoteReads(PendingReply):
         """Take new requests after some replies, before the other replies are handled."""
         requests, path = self.requests, self.path
         path.some_ended()
-        if self._work and requests.reading and not requests.taking:
+        if self.work and requests.reading and not requests.taking:
             path.take_requests()
         return 0
 
@@ -337,7 +337,7 @@ cdef class RemoteReads(PendingReply):
             error = errno
             if error not in (ENOENT, ENODEV, ECONNABORTED):
                 self.path.answer_refused(one.unique, error, 16 + one.size)
-        del self._work[one.unique]
+        del self.work[one.unique]
         if requests.interrupted:
             requests.interrupted.pop(one.unique, None)
         requests.spent.add(opcode_of_reads, max(0.0, stopwatch_s() - one.since_s))

@@ -138,13 +138,13 @@ class KernelEngine:
         self._pages = (
             memory.word(Word.PAGES) if memory is not None and memory.word(Word.GREETED) else max_pages_limit()
         )
-        self._ops = ops
+        self.ops = ops
         self._mount_point = mount_point
-        self._options = options
+        self.options = options
         self._on_ready = on_ready
         self._on_burst = on_burst
         self._mount: Mount | None = None
-        self._asked_again = False  # the kernel is resending requests of the predecessor
+        self.asked_again = False  # the kernel is resending requests of the predecessor
         self._passings: list[ForwardedReads] = []
         self._waiting: list[Callable[[], None]] = []  # admissions of read workers that are ready
         # Interrupts of requests that are not here yet: a worker may be forwarding them.
@@ -154,20 +154,21 @@ class KernelEngine:
         self._credit = SPIN_CREDIT_MAX
         self._turn = 0
         self._poll: Callable = lambda wait_ms: []
-        self._ended: asyncio.Future
+        self.ended: asyncio.Future
+        """Done when the engine serves no more; `serve` makes it."""
 
         self.requests = RequestState(
             ops, fault_in(self._make_buffer(max(READ_BUFFER_MIN, self._pages * PAGE + PAGE)))
         )
         self._buffers = (self.requests.buffer,)
-        self._replies = self._make_replies()
-        self._pending = self._make_pending()
-        self._handlers = KernelRequests(ops, self.requests, self._replies, self._pending.keep)
+        self.replies = self._make_replies()
+        self.pending = self._make_pending()
+        self._handlers = KernelRequests(ops, self.requests, self.replies, self.pending.keep)
         self.fast_paths = FastPaths(
-            self.requests, ops, self._replies, self._pending, self._handlers, self._take, self._broken
+            self.requests, ops, self.replies, self.pending, self._handlers, self.take_requests, self._broken
         )
-        self._table = self._make_table()
-        self.notices = CacheNotices(self.requests, self._replies)
+        self.table = self._make_table()
+        self.notices = CacheNotices(self.requests, self.replies)
         ops.notices.connect(
             invalidate_attributes=self.notices.invalidate_attributes,
             invalidate=self.notices.invalidate,
@@ -183,10 +184,10 @@ class KernelEngine:
         return bytearray(byte_count)
 
     def _make_replies(self) -> ReplySender:
-        return ReplySender(self.requests, self._ops)
+        return ReplySender(self.requests, self.ops)
 
     def _make_pending(self) -> PendingRequests:
-        return PendingRequests(self.requests, self._ops, self._replies, self._stop_reading, self._some_ended)
+        return PendingRequests(self.requests, self.ops, self.replies, self._stop_reading, self._some_ended)
 
     def _make_table(self) -> list[Callable[[int], None]]:
         """Table of handlers by operation; each is called with the length of the request."""
@@ -199,13 +200,13 @@ class KernelEngine:
     # -- life cycle of a mount -----------------------------------------------------------------------------------------
 
     def mount(self) -> Mount:
-        self.requests.fd = attach(self._mount_point, self._options)
+        self.requests.fd = attach(self._mount_point, self.options)
         self._mount = mount_at(self._mount_point)
         if self._mount is None:
             os.close(self.requests.fd)
             raise Unavailable(f"{self._mount_point} was unmounted by another process")
-        if self._ops.kept is not None:
-            self._ops.kept.device = self._mount.device
+        if self.ops.kept is not None:
+            self.ops.kept.device = self._mount.device
         return self._mount
 
     @property
@@ -219,8 +220,8 @@ class KernelEngine:
         gone.
         """
         self.requests.fd = descriptor
-        self._asked_again = True
-        self._mount = Mount(self._ops.kept.device, self._mount_point, OUR_TYPE, "", "")
+        self.asked_again = True
+        self._mount = Mount(self.ops.kept.device, self._mount_point, OUR_TYPE, "", "")
         return self._mount
 
     def adopt(self, descriptor: int) -> None:
@@ -234,31 +235,31 @@ class KernelEngine:
         state = self.requests
         state.loop = asyncio.get_running_loop()
         self._handlers.begin()
-        self._ended = state.loop.create_future()
+        self.ended = state.loop.create_future()
         poll = select.poll()
         poll.register(state.fd, select.POLLIN)
         self._poll = poll.poll
         if not state.stopped:
             if self.uses_fast_paths:
                 self.fast_paths.start()
-            if self._asked_again:
+            if self.asked_again:
                 self._ask_again()
             self._read_on()
             try:
-                await self._ended
+                await self.ended
             finally:
                 self._stop_reading()
                 # no request is read once some of these have ended
                 state.stopped = state.stopped or not state.leaving
                 if not state.leaving:
-                    self._pending.cancel_all()
+                    self.pending.cancel_all()
                 await self.fast_paths.stop()
         if self._failed is not None:
             raise self._failed
 
     def stop(self) -> None:
         self.requests.stopped = True
-        self._pending.cancel_lock_waits()
+        self.pending.cancel_lock_waits()
         self._end()
 
     def close(self) -> None:
@@ -291,11 +292,11 @@ class KernelEngine:
                     "this kernel does not resend requests that the previous process left unanswered: %s",
                     error,
                 )
-        if self._ops.kept.word(Word.GREETED):
-            if not self._ops.kept.word(Word.INIT_FLAGS) & Init.HAS_RESEND:
+        if self.ops.kept.word(Word.GREETED):
+            if not self.ops.kept.word(Word.INIT_FLAGS) & Init.HAS_RESEND:
                 log.error("this kernel did not agree to resend requests: calls may hang")
-            self._agreed(Init(self._ops.kept.word(Word.INIT_FLAGS)))
-            self._ops.invalidate_inherited()
+            self._agreed(Init(self.ops.kept.word(Word.INIT_FLAGS)))
+            self.ops.invalidate_inherited()
             self._on_ready()
 
     async def leave(self, wait_s: float) -> None:
@@ -306,13 +307,13 @@ class KernelEngine:
         """
         self.requests.leaving = True
         self._stop_reading()
-        if len(self.requests.work) > self._pending.lock_waits:
-            await asyncio.wait([self._ended], timeout=wait_s)
+        if len(self.requests.work) > self.pending.lock_waits:
+            await asyncio.wait([self.ended], timeout=wait_s)
 
     def _read_on(self) -> None:
         if not self.requests.reading and not self.requests.stopped and not self.requests.leaving:
             self.requests.reading = True
-            self.requests.loop.add_reader(self.requests.fd, self._take)
+            self.requests.loop.add_reader(self.requests.fd, self.take_requests)
             for passing in self._passings:
                 passing.read_on()
 
@@ -326,21 +327,21 @@ class KernelEngine:
     def _end(self) -> None:
         """Stop; `serve` returns when no request is pending any more."""
         self.requests.stopped = True
-        if hasattr(self, "_ended"):
+        if hasattr(self, "ended"):
             self._stop_reading()
-            if not self.requests.work and not self._ended.done():
-                self._ended.set_result(None)
+            if not self.requests.work and not self.ended.done():
+                self.ended.set_result(None)
 
     # -- requests and replies ------------------------------------------------------------------------------------------
 
-    def _take(self) -> None:
+    def take_requests(self) -> None:
         """Read and answer waiting requests; poll for the next one while nothing is pending."""
         if self.requests.taking:
             return
         self.requests.taking = True
         self._on_burst()
         held = False  # reads and look-ups are being collected, to be sent together
-        state, following, table = self.requests, self._following, self._table
+        state, following, table = self.requests, self._following, self.table
         buffer = state.buffer
         opcode = -1
         run = took = 0  # requests of this operation in a row; requests in total
@@ -350,7 +351,7 @@ class KernelEngine:
                 try:
                     count, begun = following(BURST_MAX - took)
                 except OSError as error:
-                    if not self._may_read_on(error):
+                    if not self.can_read_on(error):
                         return
                     continue
                 if begun:
@@ -360,14 +361,14 @@ class KernelEngine:
                         run = 0
                     self._begin_run()
                 if count < 0:
-                    if self._asked_again:
-                        self._asked_again = False
-                        self._ops.all_came_again({unique & FIRST for unique in state.work})
+                    if self.asked_again:
+                        self.asked_again = False
+                        self.ops.all_came_again({unique & FIRST for unique in state.work})
                         self._let_in()
                     if run:
                         self._end_run(opcode, run)
                         run = 0
-                    if len(state.work) > self._pending.lock_waits or not self._look_out():
+                    if len(state.work) > self.pending.lock_waits or not self._look_out():
                         return  # reads are pending: send them now
                     self._begin_run()
                     continue
@@ -381,7 +382,7 @@ class KernelEngine:
                     opcode = code
                     if code in _TRAVEL_TOGETHER and not held:
                         held = True
-                        self._ops.burst()
+                        self.ops.burst()
                 try:
                     table[code](count)
                 except Exception as error:
@@ -395,7 +396,7 @@ class KernelEngine:
                 if run:
                     self._end_run(opcode, run)
                 if held:
-                    self._ops.burst_over()
+                    self.ops.burst_over()
                 self.fast_paths.submit()
                 if state.late:
                     self._release_late()
@@ -440,7 +441,7 @@ class KernelEngine:
             self._refuse(error)
         else:
             _, opcode, unique, *_ = requests.HEADER.unpack_from(self.requests.buffer)
-            self._replies.fail(unique, error, _name_of(opcode))
+            self.replies.fail(unique, error, _name_of(opcode))
 
     def _look_out(self) -> bool:
         """Poll for about the time that a wake-up would cost. Returns whether a request has arrived."""
@@ -454,13 +455,14 @@ class KernelEngine:
             self._credit = max(self._credit - 1, 0)
         return False
 
-    def _may_read_on(self, error: OSError) -> bool:
+    def can_read_on(self, error: OSError) -> bool:
+        """Return whether to read on after an error of a read; otherwise the engine ends."""
         if error.errno in (errno.ENOENT, errno.EINTR):  # the request was withdrawn while it was read
             return True
         if error.errno not in (errno.ENODEV, errno.ECONNABORTED):
             self._failed = Unavailable(f"/dev/fuse failed: {error}")
-        self._pending.cancel_looks()
-        self._pending.cancel_lock_waits()
+        self.pending.cancel_looks()
+        self.pending.cancel_lock_waits()
         self._end()
         return False
 
@@ -468,26 +470,26 @@ class KernelEngine:
         log.error("malformed request from the kernel: %s", error)
         opcode = self.requests.buffer[_OPCODE_AT]
         if error.unique and opcode not in UNANSWERED:
-            self._replies.send(replies.failed(error.unique, errno.EINVAL))
+            self.replies.send(replies.failed(error.unique, errno.EINVAL))
 
     def _some_ended(self) -> None:
         """React to the end of pending requests: stop, leave, read on or poll."""
         if self.requests.stopped:
             self._end()
         elif self.requests.leaving:
-            if len(self.requests.work) <= self._pending.lock_waits and not self._ended.done():
-                self._ended.set_result(None)
+            if len(self.requests.work) <= self.pending.lock_waits and not self.ended.done():
+                self.ended.set_result(None)
         elif not self.requests.reading:
             self._read_on()
-        elif len(self.requests.work) == self._pending.lock_waits and not self._looking:
+        elif len(self.requests.work) == self.pending.lock_waits and not self._looking:
             self._looking = True
             # not from here: replies of other requests may still be being delivered
             self.requests.loop.call_soon(self._look)
 
     def _look(self) -> None:
         self._looking = False
-        if self.requests.reading and len(self.requests.work) == self._pending.lock_waits and self._look_out():
-            self._take()
+        if self.requests.reading and len(self.requests.work) == self.pending.lock_waits and self._look_out():
+            self.take_requests()
 
     # -- requests that read workers have forwarded ---------------------------------------------------------------------
 
@@ -508,20 +510,20 @@ class KernelEngine:
 
     def _is_up(self, come_in: Callable[[ForwardedReads], None], passing: ForwardedReads) -> None:
         self._waiting.append(partial(come_in, passing))
-        if self._asked_again and self.requests.reading:
-            self._take()  # maybe no request has arrived yet; then the queue was never found empty
+        if self.asked_again and self.requests.reading:
+            self.take_requests()  # maybe no request has arrived yet; then the queue was never found empty
         else:
             self._let_in()
 
     def _let_in(self) -> None:
-        if not self._asked_again:
+        if not self.asked_again:
             waiting, self._waiting = self._waiting, []
             for come_in in waiting:
                 come_in()
 
     def _take_passed(self, passing: ForwardedReads) -> None:
         self._on_burst()
-        self._ops.burst()
+        self.ops.burst()
         try:
             for request in passing.channel.requests():
                 _, opcode, unique, *_ = requests.HEADER.unpack_from(request)
@@ -533,7 +535,7 @@ class KernelEngine:
                 self._begin_run()
                 self.requests.forwarded[unique] = passing.clone
                 try:
-                    self._table[opcode](count)
+                    self.table[opcode](count)
                 except Exception as error:
                     self._broken(error)
                 self._end_run(opcode, 1)
@@ -543,11 +545,11 @@ class KernelEngine:
                     del self.requests.forwarded[unique]
                 elif unique in self._early:
                     del self._early[unique]
-                    self._pending.interrupt(unique)
+                    self.pending.interrupt(unique)
                 if not self.requests.reading:
                     return  # the rest when reading continues
         finally:
-            self._ops.burst_over()
+            self.ops.burst_over()
 
     def measure(self, page: Page) -> None:
         self.requests.spent.measure(page)
@@ -560,7 +562,7 @@ class KernelEngine:
     def _on_interrupt(self, count: int) -> None:
         unique = requests.decode(self.requests.buffer, count).body.unique
         # with workers: the request may still be forwarded; without, it was answered
-        if not self._pending.interrupt(unique) and self._passings:
+        if not self.pending.interrupt(unique) and self._passings:
             self._early[unique] = None
             if len(self._early) > IN_WORK_MAX:
                 del self._early[next(iter(self._early))]
@@ -574,47 +576,47 @@ class KernelEngine:
         body = request.body
         if body.major != MAJOR or body.minor < MINOR_MIN:
             if body.major > MAJOR:  # the kernel repeats INIT with our version
-                self._replies.send(self._init_answer(request.unique, Init(0), 0))
+                self.replies.send(self._init_answer(request.unique, Init(0), 0))
                 return
             self._failed = Unavailable(
                 f"this kernel speaks version {body.major}.{body.minor} of FUSE, engine kernel needs "
                 f"{MAJOR}.{MINOR_MIN} or newer; mount with --engine pyfuse3"
             )
-            self._replies.send(replies.failed(request.unique, errno.EPROTO))
+            self.replies.send(replies.failed(request.unique, errno.EPROTO))
             self._end()
             return
         offered = Init(requests.flags_of(request))
-        wanted = self.flags if self._options.acl else self.flags & ~Init.POSIX_ACL
-        if self._options.writeback:
+        wanted = self.flags if self.options.acl else self.flags & ~Init.POSIX_ACL
+        if self.options.writeback:
             wanted |= Init.WRITEBACK_CACHE
-        elif not self._ops.options.attr_timeout_s:
+        elif not self.ops.options.attr_timeout_s:
             wanted |= Init.AUTO_INVAL_DATA
         self._agreed(wanted & offered)
-        if (memory := self._ops.kept) is not None:
+        if (memory := self.ops.kept) is not None:
             memory.set_word(Word.INIT_FLAGS, wanted & offered)
             memory.set_word(Word.PAGES, self._pages)
             memory.set_word(Word.GREETED, 1)
-        self._replies.send(self._init_answer(request.unique, wanted & offered, body.minor))
+        self.replies.send(self._init_answer(request.unique, wanted & offered, body.minor))
         log.info("FUSE %d.%d, requests of up to %d KiB", body.major, body.minor, self._pages * PAGE >> 10)
         self._on_ready()
 
     def _agreed(self, flags: int) -> None:
         """Apply the features agreed on at INIT, by this process or its predecessor."""
         self.requests.setxattr_extended = bool(flags & Init.SETXATTR_EXT)
-        self._ops.set_kernel_features(
+        self.ops.set_kernel_features(
             guards_pages=not flags & (Init.WRITEBACK_CACHE | Init.AUTO_INVAL_DATA),
             keeps_acls=bool(flags & Init.POSIX_ACL),
         )
 
     def _init_answer(self, unique: int, flags: Init, minor: int) -> bytes:
-        background = max(1, min(self._options.max_background, 0xFFFF))
+        background = max(1, min(self.options.max_background, 0xFFFF))
         return replies.init(
             unique,
             minor=min(minor, MINOR),
             max_readahead=READ_AHEAD_BYTES_MAX,
             flags=flags,
             max_background=background,
-            congestion_threshold=min(self._options.congestion_threshold or background * 3 // 4, 0xFFFF),
+            congestion_threshold=min(self.options.congestion_threshold or background * 3 // 4, 0xFFFF),
             max_write=self._pages * PAGE,
             max_pages=self._pages,
         )

@@ -146,14 +146,14 @@ class ReadWorkerEngine(KernelEngine):
 
     def _make_replies(self) -> ReplySender:
         self._forwarder = RequestForwarder(self.requests, self._channel, self._stop_reading, self._read_on)
-        self._answering = ForwardingReplies(self.requests, self._ops, self._forwarder)
+        self._answering = ForwardingReplies(self.requests, self.ops, self._forwarder)
         return self._answering
 
     def _make_pending(self) -> PendingRequests:
         return ForwardableRequests(
             self.requests,
-            self._ops,
-            self._replies,
+            self.ops,
+            self.replies,
             self._stop_reading,
             self._some_ended,
             self._forwarder,
@@ -182,7 +182,7 @@ class ReadWorkerEngine(KernelEngine):
             elif opcode == ASK:
                 self._forwarder.send(word(METRICS, self._page()))
             elif opcode == Op.INTERRUPT:
-                self._pending.interrupt(requests.decode(request, len(request)).body.unique)
+                self.pending.interrupt(requests.decode(request, len(request)).body.unique)
         if not is_open:
             self.requests.loop.remove_reader(self._channel.fileno())
             self.alone.set()
@@ -202,12 +202,12 @@ class ReadWorkerEngine(KernelEngine):
 
     def _on_read(self, count: int) -> None:
         fields = requests.decode_read(self.requests.buffer, count)
-        if not self._ops.may_read(fields[9], fields[10] + fields[11]):
+        if not self.ops.may_read(fields[9], fields[10] + fields[11]):
             self._pass_on(count)
             return
         self._forwarder.count = count
         self._handlers.on_read(count)
 
     def _on_interrupt(self, count: int) -> None:
-        if not self._pending.interrupt(requests.decode(self.requests.buffer, count).body.unique):
+        if not self.pending.interrupt(requests.decode(self.requests.buffer, count).body.unique):
             self._pass_on(count)

@@ -95,23 +95,23 @@ class ReplayEngine(KernelEngine):
         """`keep(bytes of the longest request)` opens the log, that of the predecessor or a new one."""
         self._keep = keep
         super().__init__(ops, mount_point, options, on_ready, on_burst)
-        self._pages = min(self._pages, self._kept_requests.request_bytes // PAGE - 1)
+        self._pages = min(self._pages, self.kept_requests.request_bytes // PAGE - 1)
 
     def _make_buffer(self, byte_count: int) -> memoryview:
-        self._kept_requests = kept = self._keep(byte_count)
+        self.kept_requests = kept = self._keep(byte_count)
         return kept.buffer
 
     def _make_replies(self) -> ReplySender:
-        return FirstNumberReplies(self.requests, self._ops)
+        return FirstNumberReplies(self.requests, self.ops)
 
     def _make_pending(self) -> PendingRequests:
         return LoggedRequests(
             self.requests,
-            self._ops,
-            self._replies,
+            self.ops,
+            self.replies,
             self._stop_reading,
             self._some_ended,
-            self._kept_requests,
+            self.kept_requests,
         )
 
     def _make_table(self) -> list[Callable[[int], None]]:
@@ -120,7 +120,7 @@ class ReplayEngine(KernelEngine):
         return table
 
     def _following(self, most: int) -> tuple[int, int]:
-        if not self._kept_requests.has_room:
+        if not self.kept_requests.has_room:
             self._stop_reading()  # until a request has ended
             return 0, 0
         return super()._following(most)
@@ -129,21 +129,21 @@ class ReplayEngine(KernelEngine):
         """Release immediately, not late: a late request would have to be logged."""
         fields = requests.decode_release(self.requests.buffer, count)
         self._handlers.start(
-            fields[2], "release", self._ops.release(fields[9], fields[2] > FIRST), self._replies.done
+            fields[2], "release", self.ops.release(fields[9], fields[2] > FIRST), self.replies.done
         )
 
     # -- requests that the predecessor left ------------------------------------------------------------------------------
 
     def _ask_again(self) -> None:
-        if self._ops.kept.word(Word.GREETED):
-            self._agreed(Init(self._ops.kept.word(Word.INIT_FLAGS)))
-            self._ops.invalidate_inherited()
+        if self.ops.kept.word(Word.GREETED):
+            self._agreed(Init(self.ops.kept.word(Word.INIT_FLAGS)))
+            self.ops.invalidate_inherited()
             self._on_ready()
         # in a callback: no step can start inside the task that runs now
         self.requests.loop.call_soon(self._take_left)
 
     def _read_on(self) -> None:
-        if not self._asked_again:
+        if not self.asked_again:
             super()._read_on()
 
     def _take_left(self) -> None:
@@ -152,35 +152,35 @@ class ReplayEngine(KernelEngine):
             return
         self.requests.taking = True
         self._on_burst()
-        self._ops.burst()
+        self.ops.burst()
         try:
-            for unique, request in self._kept_requests.left(FIRST):
+            for unique, request in self.kept_requests.left(FIRST):
                 self._take_one_left(unique, request)
         finally:
-            self._ops.burst_over()
+            self.ops.burst_over()
             self.requests.taking = False
-        self._asked_again = False
-        self._ops.all_came_again({unique & FIRST for unique in self.requests.work})
+        self.asked_again = False
+        self.ops.all_came_again({unique & FIRST for unique in self.requests.work})
         self._read_on()
 
     def _take_one_left(self, unique: int, request: bytes) -> None:
         length, opcode, _, *others = requests.HEADER.unpack_from(request)
-        if opcode not in UNANSWERED and self._is_awaited(unique):
+        if opcode not in UNANSWERED and self.is_awaited(unique):
             again = unique | RESENT
-            self._kept_requests.put(
+            self.kept_requests.put(
                 requests.HEADER.pack(length, opcode, again, *others) + request[requests.HEADER_BYTES :]
             )
             self._begin_run()
             try:
-                self._table[opcode](length)
+                self.table[opcode](length)
             except Exception as error:
                 self._broken(error)
             self._end_run(opcode, 1)
             if again in self.requests.work:
                 return
-        self._kept_requests.forget(unique)
+        self.kept_requests.forget(unique)
 
-    def _is_awaited(self, unique: int) -> bool:
+    def is_awaited(self, unique: int) -> bool:
         """Whether the kernel waits for the reply to that request."""
         try:
             os.write(

@@ -38,14 +38,13 @@ class PredecessorHandle(NamedTuple):
 class Handles:
     def __init__(self, memory: KeptMemory | None) -> None:
         self._memory = memory
-        self._last = 0
+        self.last = 0
+        """Last serial number taken; a number begins with its serial number."""
         self.start_life()
 
     def start_life(self) -> None:
         """Continue after the numbers of all predecessors: this process now counts as one more life."""
-        self._last = (
-            self._memory.word(Word.LIVES) << _SERIALS_PER_LIFE_BITS if self._memory is not None else 0
-        )
+        self.last = self._memory.word(Word.LIVES) << _SERIALS_PER_LIFE_BITS if self._memory is not None else 0
 
     @property
     def has_room(self) -> bool:
@@ -57,7 +56,7 @@ class Handles:
 
         `published`: read workers may read the file, until `take_back`. Raises TooManyOpen.
         """
-        self._last = number = self._last + 1
+        self.last = number = self.last + 1
         memory = self._memory
         if memory is not None:
             index = memory.handles.take()

@@ -125,13 +125,13 @@ class Creating:
     __slots__ = (
         "begun",
         "on_end",
-        "_files",
+        "files",
         "_parent",
         "_name",
         "_flags",
         "_caller",
         "_unique",
-        "_handle",
+        "handle",
         "_task",
         "_locks",
     )
@@ -141,25 +141,26 @@ class Creating:
     ) -> None:
         self.begun: Any = None
         self.on_end: Callable[[Any, BaseException | None], None]
-        self._files = files
+        self.files = files
         self._parent = parent
         self._name = name
         self._flags = flags
         self._caller = caller
         self._unique = unique
-        self._handle = 0
+        self.handle = 0
+        """Number of the open file; 0 until the file is new."""
         self._task: asyncio.Task[tuple[Attr, FileHandle]] | None = None
         self._locks = False
 
     def hold(self) -> None:
         """Note that the request is pending and changes names in its directory."""
         self._locks = True
-        self._files.names.lock_directory(self._parent)
+        self.files.names.lock_directory(self._parent)
 
     def _let_go(self) -> None:
         if self._locks:
             self._locks = False
-            self._files.names.unlock_directory(self._parent)
+            self.files.names.unlock_directory(self._parent)
 
     def cancel(self) -> bool:
         """Cancel the create if it still can be. False: it ends by itself."""
@@ -167,9 +168,9 @@ class Creating:
 
     def made(self, attr: Attr) -> None:
         """The file is new: reply to the kernel."""
-        files, flags = self._files, self._flags
+        files, flags = self.files, self._flags
         files.changes.count += 1
-        self._handle = handle = files.handles.take(attr.inode, flags, self._caller, self._unique)
+        self.handle = handle = files.handles.take(attr.inode, flags, self._caller, self._unique)
         reads_only = flags & os.O_ACCMODE == os.O_RDONLY
         # A new inode: the kernel has no pages of it, and nobody a lock.
         appending = bool(flags & os.O_APPEND) and not reads_only
@@ -179,18 +180,18 @@ class Creating:
 
     def opened(self, file: FileHandle) -> None:
         """Record what the kernel was given, and the open file."""
-        files, names = self._files, self._files.names
+        files, names = self.files, self.files.names
         attr = names.record_name(self._parent, self._name, file.attr)
         if not names.name_is_kept and files.options.entry_timeout_s:
             # `made` has given the kernel the name as cacheable
             names.record_cached_name(attr.inode, self._parent, self._name, attr.inode)
         names.name_is_kept = False
         files.pages.record_pages(file.attr)
-        files.register(self._handle, file, self._flags, self._caller)
+        files.register(self.handle, file, self._flags, self._caller)
 
     def found(self, attr: Attr, file: FileHandle) -> None:
         """The file existed: reply to the kernel."""
-        files = self._files
+        files = self.files
         files.changes.count += 1
         self._let_go()
         try:
@@ -221,8 +222,8 @@ class Creating:
 
     def failed(self, error: BaseException) -> None:
         """Report the error to the kernel."""
-        self._files.changes.count += 1
+        self.files.changes.count += 1
         self._let_go()
         if isinstance(error, DirectoryGone):
-            error = self._files.names.directory_gone(error, self._parent)
+            error = self.files.names.directory_gone(error, self._parent)
         self.on_end(None, error)

@@ -115,7 +115,7 @@ class FuseOps:
 
         `read_only`: every change raises ReadOnly.
         """
-        self._vfs = vfs
+        self.vfs = vfs
         self.options = options = options or FuseOptions()
         self.clock = clock
         self.view = MountView(root, read_only)
@@ -282,11 +282,11 @@ class FuseOps:
 
     def burst(self) -> None:
         """Announce that several requests may follow before `burst_over`. Reads among them are batched."""
-        self._vfs.hold_reads()
+        self.vfs.hold_reads()
 
     def burst_over(self) -> None:
         """Send the reads that were batched since `burst`."""
-        self._vfs.send_reads()
+        self.vfs.send_reads()
 
     # -- for the engine ------------------------------------------------------------------------------------------------
 
@@ -317,12 +317,12 @@ class FuseOps:
     @property
     def knows_by(self) -> Any:
         """The client's Vfs if it has caches to look into; None: the layer below answers from memory."""
-        return self._vfs if hasattr(self._vfs, "cache") else None
+        return self.vfs if hasattr(self.vfs, "cache") else None
 
     @property
     def chunks(self) -> Any:
         """The client's chunk reader; None: the layer below answers from memory."""
-        return getattr(self._vfs, "chunks", None)
+        return getattr(self.vfs, "chunks", None)
 
     @property
     def short_circuit(self) -> Any:
@@ -330,4 +330,4 @@ class FuseOps:
 
         None: the layer below answers from memory.
         """
-        return getattr(self._vfs, "short_circuit", None)
+        return getattr(self.vfs, "short_circuit", None)
