@@ -36,7 +36,7 @@ from nvpool.testing.env.pool import PLAIN_TCP
 
 ROOT = Path(__file__).resolve().parents[1]
 UNCOUNTED = {
-    "rpc/multiplexer.py": {"_reply_stats", "_calls"},
+    "rpc/multiplexer.py": {"reply_stats", "calls"},
     "fuse/kernel/connection.py": {"spent", "_begin_run", "_end_run", "deferred", "run", "now_s"},
     "fuse/dispatch.py": {"written_bytes"},
     "fuse/kernel/read_worker.py": {"deferred"},

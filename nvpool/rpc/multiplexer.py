@@ -58,23 +58,23 @@ _Waiting = tuple[OnDone, memoryview | None, float, int, int, Buffer, Sequence[Bu
 class ClientConnection:
     """Client side of a connection (`api.Connection` without `close`).
 
-    A derived class provides `_send_request` and `_send_cancel`, and calls `_answered` for each response and
-    `_lost` once at the end. It sets `_writable` to False while frames must not be added; afterwards it sets
-    `_writable` and calls `_pump`.
+    A derived class provides `_send_request` and `_send_cancel`, and calls `answered` for each response and
+    `_lost` once at the end. It sets `writable` to False while frames must not be added; afterwards it sets
+    `writable` and calls `pump`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, peer: Peer, clock: Clock = SYSTEM_CLOCK) -> None:
         self.peer = peer
         self.closed = False
-        self._loop = loop
-        self._now_s = clock.boottime_s
-        self._calls = RPC_STATS.calls
-        self._in_flight: dict[int, _InFlight] = {}
-        self._waiting: OrderedDict[int, _Waiting] = OrderedDict()
-        self._number = 0
-        self._writable = True
+        self.loop = loop
+        self.now_s = clock.boottime_s
+        self.calls = RPC_STATS.calls
+        self.in_flight: dict[int, _InFlight] = {}
+        self.waiting: OrderedDict[int, _Waiting] = OrderedDict()
+        self.number = 0
+        self.writable = True
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = inf
+        self.timer_s = inf
         self._end_reason = "the connection is closed"
 
     # -- provided by the transport
@@ -104,7 +104,7 @@ class ClientConnection:
         deadline_s: float,
         into: memoryview | None = None,
     ) -> Reply:
-        future: asyncio.Future[Reply] = self._loop.create_future()
+        future: asyncio.Future[Reply] = self.loop.create_future()
         number = self._begin(method, message, payload, deadline_s, into, partial(_settle, future))
         try:
             return await future
@@ -129,7 +129,7 @@ class ClientConnection:
         self._give_up(request, None)
 
     def unanswered_since_s(self, besides: Container[int] = ()) -> float:
-        for entry in self._in_flight.values():  # in send order
+        for entry in self.in_flight.values():  # in send order
             if entry[4] not in besides:
                 return entry[5]
         return inf
@@ -153,116 +153,116 @@ class ClientConnection:
             return self._refuse(
                 on_done, TooBig(f"a request of {len(message)} + {payload_bytes} bytes fits into no frame")
             )
-        now_s = self._now_s()
+        now_s = self.now_s()
         left_ms = int((deadline_s - now_s) * 1000)
         if left_ms <= 0:
             return self._refuse(
                 on_done, DeadlineExceeded("past before the request was sent", may_be_applied=False)
             )
-        in_flight = self._in_flight
-        number = self._number + 1 & _NUMBER_MASK
+        in_flight = self.in_flight
+        number = self.number + 1 & _NUMBER_MASK
         while number in in_flight or not number:
             number = number + 1 & _NUMBER_MASK
-        self._number = number
-        if deadline_s < self._timer_s:
-            self._arm(deadline_s)
-        if self._writable and len(in_flight) < IN_FLIGHT_MAX and not self._waiting:
+        self.number = number
+        if deadline_s < self.timer_s:
+            self.arm(deadline_s)
+        if self.writable and len(in_flight) < IN_FLIGHT_MAX and not self.waiting:
             in_flight[number] = (on_done, into, deadline_s, room, method, now_s)
-            self._calls.begun += 1
+            self.calls.begun += 1
             self._send_request(number, method, min(left_ms, _NUMBER_MASK), message, payload, payload_bytes)
-        elif len(self._waiting) < WAITING_MAX:
-            self._waiting[number] = (on_done, into, deadline_s, room, method, message, payload, payload_bytes)
-            self._calls.begun += 1
+        elif len(self.waiting) < WAITING_MAX:
+            self.waiting[number] = (on_done, into, deadline_s, room, method, message, payload, payload_bytes)
+            self.calls.begun += 1
         else:
             return self._refuse(on_done, Busy(f"{WAITING_MAX} requests wait for {self.peer.name} already"))
         return number
 
     def _refuse(self, on_done: OnDone, error: NvpoolError) -> int:
         # Through the loop, because a caller of submit does not expect on_done before submit returns.
-        self._loop.call_soon(on_done, None, error)
+        self.loop.call_soon(on_done, None, error)
         return 0
 
-    def _pump(self) -> None:
+    def pump(self) -> None:
         """Send waiting requests while the connection is writable and has free slots."""
-        while self._waiting and self._writable and len(self._in_flight) < IN_FLIGHT_MAX:
-            number, entry = self._waiting.popitem(last=False)
+        while self.waiting and self.writable and len(self.in_flight) < IN_FLIGHT_MAX:
+            number, entry = self.waiting.popitem(last=False)
             on_done, into, deadline_s, room, method, message, payload, payload_bytes = entry
-            now_s = self._now_s()
+            now_s = self.now_s()
             left_ms = max(1, int((deadline_s - now_s) * 1000))
-            self._in_flight[number] = (on_done, into, deadline_s, room, method, now_s)
+            self.in_flight[number] = (on_done, into, deadline_s, room, method, now_s)
             self._send_request(number, method, min(left_ms, _NUMBER_MASK), message, payload, payload_bytes)
 
-    def _answered(self, number: int, status: int, message: Buffer, payload: memoryview) -> None:
-        entry = self._in_flight.pop(number, None)
+    def answered(self, number: int, status: int, message: Buffer, payload: memoryview) -> None:
+        entry = self.in_flight.pop(number, None)
         if entry is None:
             return  # cancelled or timed out meanwhile
-        self._calls.ended += 1
-        took_s = self._now_s() - entry[5]
+        self.calls.ended += 1
+        took_s = self.now_s() - entry[5]
         try:
             if status:
                 entry[0](None, decode_error(status, message))
             else:
                 entry[0](Reply(message, payload), None)
         except Exception as error:
-            self._loop.call_exception_handler({"message": "on_done of a request raised", "exception": error})
-        self._calls.answered(entry[4], took_s, status)
-        if self._waiting:
-            self._pump()
+            self.loop.call_exception_handler({"message": "on_done of a request raised", "exception": error})
+        self.calls.answered(entry[4], took_s, status)
+        if self.waiting:
+            self.pump()
 
     def _into(self, number: int, payload_bytes: int) -> memoryview | None:
         """The caller's buffer for this response's payload; None if absent or too small."""
-        entry = self._in_flight.get(number)
+        entry = self.in_flight.get(number)
         if entry is None or entry[1] is None or len(entry[1]) < payload_bytes:
             return None
         return entry[1][:payload_bytes]
 
     def _give_up(self, number: int, error: NvpoolError | None) -> None:
         """End a request from this side. Without an error the caller has cancelled it and is not called."""
-        entry: _InFlight | _Waiting | None = self._in_flight.pop(number, None)
+        entry: _InFlight | _Waiting | None = self.in_flight.pop(number, None)
         if entry is not None:
             if not self.closed:
                 self._send_cancel(number)
         else:
-            entry = self._waiting.pop(number, None)
+            entry = self.waiting.pop(number, None)
             if entry is None:
                 return
             if error is not None:
                 error.may_be_applied = False
-        self._calls.ended += 1
+        self.calls.ended += 1
         if error is not None:
-            self._calls.failed(entry[4], error.wire_code)
+            self.calls.failed(entry[4], error.wire_code)
             self._complete_with_error(entry[0], error)
-        if self._waiting:
-            self._pump()
+        if self.waiting:
+            self.pump()
 
     def _complete_with_error(self, on_done: OnDone, error: NvpoolError) -> None:
         try:
             on_done(None, error)
         except Exception as raised:
-            self._loop.call_exception_handler({"message": "on_done of a request raised", "exception": raised})
+            self.loop.call_exception_handler({"message": "on_done of a request raised", "exception": raised})
 
     # -- deadlines: one timer for the earliest one. Most requests have later deadlines than the requests
     # before them, so a request that is answered in time costs one comparison. A tick scans all, which are few
     # (IN_FLIGHT_MAX + waiting).
 
-    def _arm(self, deadline_s: float) -> None:
+    def arm(self, deadline_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer_s = deadline_s
-        self._timer = self._loop.call_later(max(TICK_S, deadline_s - self._now_s()), self._tick)
+        self.timer_s = deadline_s
+        self._timer = self.loop.call_later(max(TICK_S, deadline_s - self.now_s()), self._tick)
 
     def _tick(self) -> None:
-        self._timer, self._timer_s = None, inf
-        now = self._now_s() + TICK_S / 2
+        self._timer, self.timer_s = None, inf
+        now = self.now_s() + TICK_S / 2
         late, earliest = [], inf
-        for table in (self._in_flight, self._waiting):
+        for table in (self.in_flight, self.waiting):
             for number, entry in table.items():
                 if entry[2] <= now:
                     late.append((entry[2], number))
                 elif entry[2] < earliest:
                     earliest = entry[2]
         if earliest < inf:
-            self._arm(earliest)
+            self.arm(earliest)
         for _, number in sorted(late):
             self._give_up(number, DeadlineExceeded(f"{self.peer.name} did not answer within the deadline"))
 
@@ -275,11 +275,11 @@ class ClientConnection:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        in_flight, self._in_flight = self._in_flight, {}
-        waiting, self._waiting = self._waiting, OrderedDict()
-        self._calls.ended += len(in_flight) + len(waiting)
+        in_flight, self.in_flight = self.in_flight, {}
+        waiting, self.waiting = self.waiting, OrderedDict()
+        self.calls.ended += len(in_flight) + len(waiting)
         for entry in in_flight.values():
-            self._calls.failed(entry[4], Disconnected.wire_code)
+            self.calls.failed(entry[4], Disconnected.wire_code)
             self._complete_with_error(entry[0], Disconnected(reason))
         for unsent in waiting.values():
             self._complete_with_error(unsent[0], Disconnected(reason, may_be_applied=False))
@@ -382,34 +382,34 @@ class InboundCall:
 class ServerConnection:
     """Server side of a connection.
 
-    A derived class provides `_send_answer`, and calls `_arrived`, `cancel_request` and, once at the end,
-    `_client_gone`. It should not read while `_overfull` is True; `_room` is called when that changes.
+    A derived class provides `_send_answer`, and calls `arrived`, `cancel_request` and, once at the end,
+    `client_gone`. It should not read while `_overfull` is True; `_room` is called when that changes.
     """
 
     def __init__(
         self, handler: Handler, peer: Peer, clock: Clock = SYSTEM_CLOCK, *, transport: str = ""
     ) -> None:
         self.peer = peer
-        self._reply_stats = RPC_STATS.over(transport)
+        self.reply_stats = RPC_STATS.over(transport)
         self.draining = False
-        self._handler = handler
-        self._now_s = clock.boottime_s
-        self._in_work: dict[int, InboundCall] = {}
+        self.handler = handler
+        self.now_s = clock.boottime_s
+        self.in_work: dict[int, InboundCall] = {}
         self._work_bytes = 0
         self._overfull = False
-        self._share: Share | None = None
+        self.share: Share | None = None
         """Part of the peer's limits that this connection uses;
 
         None if the limits count only the connection.
         """
-        self._on_idle: Callable[[], None] | None = None
+        self.on_idle: Callable[[], None] | None = None
 
     def _carried_by(self, transport: str) -> None:
         """Count the requests for that transport from now on, including those in progress."""
-        count = len(self._in_work)
-        self._reply_stats.begun -= count
-        self._reply_stats = RPC_STATS.over(transport)
-        self._reply_stats.begun += count
+        count = len(self.in_work)
+        self.reply_stats.begun -= count
+        self.reply_stats = RPC_STATS.over(transport)
+        self.reply_stats.begun += count
 
     def _send_answer(
         self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int
@@ -423,28 +423,28 @@ class ServerConnection:
     def _room(self) -> None:
         """Called when the connection may be read again."""
 
-    def _arrived(
+    def arrived(
         self, number: int, method: int, deadline_ms: int, message: Buffer, payload: memoryview
     ) -> None:
         if self.draining:
             code, text = encode_error(Draining())
             self._send_answer(number, code, text, (), 0)
             return
-        if number in self._in_work:
+        if number in self.in_work:
             raise CorruptFrame(f"request {number} was sent twice")
-        if len(self._in_work) >= IN_FLIGHT_MAX:
+        if len(self.in_work) >= IN_FLIGHT_MAX:
             raise CorruptFrame(f"more than {IN_FLIGHT_MAX} requests in flight")
-        now_s = self._now_s()
+        now_s = self.now_s()
         call = InboundCall(self, number, method, message, payload, now_s, now_s + deadline_ms / 1000)
-        self._in_work[number] = call
-        self._reply_stats.begun += 1
+        self.in_work[number] = call
+        self.reply_stats.begun += 1
         self._work_bytes += call.byte_count
-        if call.byte_count > LARGE_BYTES and self._share is not None:
-            self._share.arrived(call.byte_count)
+        if call.byte_count > LARGE_BYTES and self.share is not None:
+            self.share.arrived(call.byte_count)
         if self._work_bytes > WORK_BYTES_MAX:
             self._overfull = True
         try:
-            self._handler(call)
+            self.handler(call)
         except Exception as error:
             call.fail(error)
 
@@ -455,18 +455,18 @@ class ServerConnection:
         call = self._forget(number)
         self._send_answer(number, status, message, payload, payload_bytes)
         if call is not None:
-            self._reply_stats.answered(
-                call.method, self._now_s() - call.since_s, status, call.payload_bytes, payload_bytes
+            self.reply_stats.answered(
+                call.method, self.now_s() - call.since_s, status, call.payload_bytes, payload_bytes
             )
-        if self._on_idle is not None and not self._in_work:
-            self._on_idle()
+        if self.on_idle is not None and not self.in_work:
+            self.on_idle()
 
     def _forget(self, number: int) -> InboundCall | None:
-        call = self._in_work.pop(number, None)
+        call = self.in_work.pop(number, None)
         if call is not None and call.byte_count:
             self._work_bytes -= call.byte_count
-            if call.byte_count > LARGE_BYTES and self._share is not None:
-                self._share.done(call.byte_count)
+            if call.byte_count > LARGE_BYTES and self.share is not None:
+                self.share.done(call.byte_count)
             if self._overfull and self._work_bytes <= WORK_BYTES_MAX:
                 self._overfull = False
                 self._room()
@@ -476,28 +476,28 @@ class ServerConnection:
         """Handle the client's cancellation of a request."""
         call = self._forget(number)
         if call is not None:  # else the cancellation crossed the response on the wire
-            self._reply_stats.given_up += 1
+            self.reply_stats.given_up += 1
             call.cancel()
-            if self._on_idle is not None and not self._in_work:
-                self._on_idle()
+            if self.on_idle is not None and not self.in_work:
+                self.on_idle()
 
     def load(self) -> tuple[int, int]:
         """Number of requests in progress and their bytes."""
-        return len(self._in_work), self._work_bytes
+        return len(self.in_work), self._work_bytes
 
-    def _client_gone(self) -> None:
-        in_work, self._in_work = self._in_work, {}
+    def client_gone(self) -> None:
+        in_work, self.in_work = self.in_work, {}
         self._work_bytes = 0
-        self._reply_stats.given_up += len(in_work)
+        self.reply_stats.given_up += len(in_work)
         for call in in_work.values():
             call.cancel()
-        if self._on_idle is not None:
-            self._on_idle()
+        if self.on_idle is not None:
+            self.on_idle()
 
     async def _drained(self, timeout_s: float) -> None:
         """Refuse new requests; return when those in progress are answered, or after timeout_s."""
         self.draining = True
-        if not self._in_work or timeout_s <= 0:
+        if not self.in_work or timeout_s <= 0:
             return
         idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -505,6 +505,6 @@ class ServerConnection:
             if not idle.done():
                 idle.set_result(None)
 
-        self._on_idle = on_idle
+        self.on_idle = on_idle
         await asyncio.wait([idle], timeout=timeout_s)
-        self._on_idle = None
+        self.on_idle = None

@@ -100,7 +100,7 @@ def replace_transports(host, make_transport):
     for (role, _), listener in host.pool.listeners.items():
         if role == "target":
             for served in listener.connections:
-                served._transport = make_transport(served._transport)
+                served.frames.transport = make_transport(served.frames.transport)
 
 
 WAYS = ("ordinary", pytest.param("compiled", marks=pytest.mark.compiled))

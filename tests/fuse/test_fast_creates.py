@@ -258,8 +258,8 @@ class Mounted(Reading):
             "spent": sum(times.counts)
             if (times := self.engine.requests.spent.times[Op.CREATE]) is not None
             else 0,
-            "in flight": len([one for one in connection._in_flight.values() if one[4] == META_CREATE]),
-            "calls": (RPC_STATS.calls.begun - RPC_STATS.calls.ended) - len(connection._in_flight),
+            "in flight": len([one for one in connection.in_flight.values() if one[4] == META_CREATE]),
+            "calls": (RPC_STATS.calls.begun - RPC_STATS.calls.ended) - len(connection.in_flight),
         }
 
 
@@ -789,7 +789,7 @@ async def test_creates_survive_lost_connections(kernel):
     kernel.proxy.instead = None
     for call in calls[::2]:  # carried out, and the reply is lost
         await carry_out(kernel, call)
-    kernel.state.met._transport.abort()
+    kernel.state.met.frames.transport.abort()
     inodes = set()
     while asked:
         unique, error, answer = await kernel.receive()
@@ -948,7 +948,7 @@ async def test_create_that_would_wait_is_left_to_the_slow_path(kernel):
         (meta, ("closed", True)),
         (state, ("waiting", [1])),
         (state.met, ("closed", True)),
-        (state.met, ("_writable", False)),
+        (state.met, ("writable", False)),
         (state.met, ("upgraded", True)),
         (engine.requests, ("forwarded", {1: 1})),
         (engine.requests, ("leaving", True)),
@@ -1037,11 +1037,11 @@ async def test_mount_stops_after_a_bug_in_a_last_reply(kernel):
 async def test_replies_arrive_in_pieces(kernel):
     chance = random.Random(4)
     for most in (40, 700, 3000):
-        reader, connection = kernel.state.met._reader, kernel.state.met
+        reader, connection = kernel.state.met.frames.reader, kernel.state.met
         connection.get_buffer = lambda hint, most=most, reader=reader: reader.get_buffer(hint)[
             : chance.randrange(1, most)
         ]
-        connection._transport.set_protocol(connection)
+        connection.frames.transport.set_protocol(connection)
         asked = {}
         for number in range(40):
             name = b"%d-%d" % (most, number) + b"x" * chance.randrange(240)
@@ -1058,7 +1058,9 @@ async def test_replies_arrive_in_pieces(kernel):
 
 @on_both_paths
 async def test_many_creates_pass_a_small_socket_buffer(kernel):
-    kernel.state.met._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    kernel.state.met.frames.transport.get_extra_info("socket").setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDBUF, 1
+    )
     for turn in range(3):
         asked = {kernel.send_create(b"%d-%03d" % (turn, number) + b"x" * 240): number for number in range(60)}
         kernel.engine.take_requests()

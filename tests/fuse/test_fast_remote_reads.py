@@ -92,8 +92,8 @@ class Mounted(Reading):
         for lane in self.vfs.chunks.lanes.values():
             assert not lane.in_flight
         for connection in self.connections():
-            assert (not connection._in_flight and connection.closed) or not [
-                one for one in connection._in_flight.values() if one[4] == DATA_READ
+            assert (not connection.in_flight and connection.closed) or not [
+                one for one in connection.in_flight.values() if one[4] == DATA_READ
             ]
 
     def connections(self):
@@ -153,7 +153,7 @@ async def test_concurrent_reads_from_drive_and_memory(kernel):
 async def test_large_replies_are_forwarded_from_the_receive_buffer(kernel):
     number = await kernel.open()
     for connection in kernel.connections():
-        connection._answered = None  # as if received elsewhere
+        connection.answered = None  # as if received elsewhere
     for turn in range(3):
         asked = {
             kernel.send_read(number, at * MIB + turn * BLOCK, length): (at * MIB + turn * BLOCK, length)
@@ -163,7 +163,7 @@ async def test_large_replies_are_forwarded_from_the_receive_buffer(kernel):
         await kernel.check_reads(asked)
         kernel.forget_pages()
     for connection in kernel.connections():
-        del connection._answered
+        del connection.answered
 
 
 @on_both_paths
@@ -410,12 +410,12 @@ async def test_reads_survive_a_lost_connection(kernel):
     await asyncio.sleep(0.05)
     kernel.host.instead(None)
     for connection in kernel.connections():
-        connection._transport.abort()
+        connection.frames.transport.abort()
     await kernel.check_reads(asked)
     for served in [
         served for listener in kernel.host.pool.listeners.values() for served in list(listener.connections)
     ]:
-        served._transport.abort()
+        served.frames.transport.abort()
     asked = {
         kernel.send_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK) for block in range(5, 1200, 40)
     }

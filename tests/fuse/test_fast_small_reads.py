@@ -432,14 +432,14 @@ async def test_reads_survive_a_lost_connection(kernel):
     await wait_for_requests(kernel, calls)
     kernel.host.instead(None)
     for connection in kernel.connections():
-        connection._transport.abort()
+        connection.frames.transport.abort()
     for unique, (error, answer) in (await kernel.answers(asked)).items():
         assert not error and answer == asked[unique]
     kernel.vfs.reader.forget_contents()
     for served in [
         served for listener in kernel.host.pool.listeners.values() for served in list(listener.connections)
     ]:
-        served._transport.abort()
+        served.frames.transport.abort()
     asked = {
         kernel.send_read(number, 0, 8 * KIB): content
         for number, content in zip(numbers, contents, strict=True)
@@ -625,7 +625,7 @@ async def test_unsent_reads_continue_on_the_slow_path(kernel):
 
     def lost_before():
         for connection in kernel.connections():
-            connection._end("a test")
+            connection.abandon("a test")
         kernel.engine.fast_paths.submit = submit
         submit()
 
@@ -677,7 +677,7 @@ async def test_bug_in_the_fallback_is_an_error(kernel):
 
     def lost_before():
         for connection in kernel.connections():
-            connection._end("a test")
+            connection.abandon("a test")
         kernel.engine.fast_paths.submit, chunks.send = submit, broken
         submit()
 

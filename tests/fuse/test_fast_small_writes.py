@@ -74,13 +74,15 @@ class Mounted(Kernel):
     async def hold_stores(self) -> None:
         """Hold back the messages to stores from now on."""
         for target in self.vfs.view.map.targets:
-            connection = await self.vfs.chunks.dialer.connect(target.endpoints, SYSTEM_CLOCK.boottime_s() + 5)
-            connection._transport = Holding(connection._transport, self.held)
+            connection = await self.vfs.chunks.dialer.connect(
+                target.endpoints, SYSTEM_CLOCK.boottime_s() + 5
+            )
+            connection.frames.transport = Holding(connection.frames.transport, self.held)
 
     async def release_stores(self) -> None:
         for connection in self.vfs.chunks.dialer._live.values():
-            if type(connection._transport) is Holding:
-                connection._transport = connection._transport.transport
+            if type(connection.frames.transport) is Holding:
+                connection.frames.transport = connection.frames.transport.transport
         for transport, frame in self.held:
             transport.write(frame)
         self.held.clear()
@@ -89,10 +91,10 @@ class Mounted(Kernel):
         """Reply with this status to all messages that were sent to stores."""
         message = encode_write_reply(1, status.to_bytes(2, "little") + bytes(14))
         for connection in self.vfs.chunks.dialer._live.values():
-            if type(connection._transport) is Holding:
-                connection._transport = connection._transport.transport
-                for number in list(connection._in_flight):
-                    connection._answered(number, 0, message, EMPTY)
+            if type(connection.frames.transport) is Holding:
+                connection.frames.transport = connection.frames.transport.transport
+                for number in list(connection.in_flight):
+                    connection.answered(number, 0, message, EMPTY)
         self.held.clear()
 
     def assert_nothing_left(self) -> None:
@@ -320,22 +322,22 @@ async def test_refusal_of_an_old_session_keeps_the_new_one(kernel):
     for handle in handles:
         await kernel.write(handle, bytes(4096))
     connection = meta.shards[1].met
-    connection._transport = Holding(connection._transport, kernel.held)
+    connection.frames.transport = Holding(connection.frames.transport, kernel.held)
     asked = [kernel.send(Op.FLUSH, (handle, 0, 77)) for handle in handles]
     numbers = []
     async with asyncio.timeout(60):
         while len(numbers) < 2:
             await asyncio.sleep(0.001)
-            numbers = [number for number, one in connection._in_flight.items() if one[4] == META_REPORT]
-    connection._transport = connection._transport.transport
+            numbers = [number for number, one in connection.in_flight.items() if one[4] == META_REPORT]
+    connection.frames.transport = connection.frames.transport.transport
     refusal = (*encode_error(StaleSession()), EMPTY)
     first = meta.session_of(1)
-    connection._answered(numbers[0], *refusal)
+    connection.answered(numbers[0], *refusal)
     assert (await kernel.receive())[:2] == (asked[0], 0)
     second, count, lost = meta.session_of(1), meta.counters["sessions"], []
     assert second not in (0, first)
     meta.on_lost, before = lambda shard: lost.append(shard), meta.on_lost
-    connection._answered(numbers[1], *refusal)
+    connection.answered(numbers[1], *refusal)
     assert (await kernel.receive())[:2] == (asked[1], 0)
     assert (meta.session_of(1), meta.counters["sessions"], lost) == (second, count, [])
     meta.on_lost = before

@@ -69,7 +69,7 @@ class Two:
         for (role, _), listener in self.host.pool.listeners.items():
             if role == "target":
                 (connection,) = (one for one in first.connections() if one.peer.address == listener.endpoint)
-                self.kept[connection] = [served._transport for served in listener.connections]
+                self.kept[connection] = [served.frames.transport for served in listener.connections]
 
     async def request(self, seed, lengths=(BLOCK, BLOCK, 5000, 64 * KIB, 128 * KIB)):
         """{unique: expected reply} for each engine; the requests are for large and small files alternately."""
@@ -97,7 +97,7 @@ class Two:
                 (now := sum(len(kept.held_frames) for all_of in self.kept.values() for kept in all_of))
                 != before
                 or not now
-                or any(len(found[connection]) < len(connection._in_flight) for connection in self.kept)
+                or any(len(found[connection]) < len(connection.in_flight) for connection in self.kept)
             ):
                 before = now
                 await asyncio.sleep(0.02)
@@ -185,7 +185,11 @@ async def test_replies_of_two_engines_and_others_share_a_buffer(two):
             await on_loop(
                 receive, connection, b"".join(its), iter(lambda sizes=sizes: chance.choice(sizes), None)
             )
-            assert not connection._in_flight and not connection._reader._end and not connection._reading
+            assert (
+                not connection.in_flight
+                and not connection.frames.reader.end
+                and not connection.frames.reading
+            )
         await two.check_replies(asked)
         assert errors == [InvalidRequest] * 3 * len(two.kept)
         assert sum(counts) - ended == count
@@ -196,17 +200,17 @@ async def test_most_replies_are_taken_without_parsing_each(two):
     asked = await two.request(4, (BLOCK, 5000, 30 * KIB))
     count, read = 0, []
     for connection, its in (await two.held_frames()).items():
-        deliver = connection._reader._deliver
+        deliver = connection.frames.reader.deliver
 
         def delivered(*frame, deliver=deliver):
             read.append(frame)
             deliver(*frame)
 
-        connection._reader._deliver = delivered
+        connection.frames.reader.deliver = delivered
         count += len(its)
         for frame in its:
             await on_loop(receive, connection, frame)
-        connection._reader._deliver = deliver
+        connection.frames.reader.deliver = deliver
     await two.check_replies(asked)
     assert count > 20 and len(read) < count / 4  # reads over the end of a chunk, or longer than the buffer
 
@@ -287,9 +291,9 @@ async def test_connection_that_ends_halfway_answers_each_read_once(two):
     for connection, its in said.items():
 
         def end(connection=connection):
-            if connection._reading and not connection._ended:
+            if connection.frames.reading and not connection.frames.ended:
                 ended.append(connection)
-                connection._end("by who goes on")
+                connection.abandon("by who goes on")
             some_ended()
 
         for path in paths:

@@ -435,23 +435,23 @@ cdef class FastWrites:
         cdef bytes frame
         cdef bint gather
         if not isinstance(connection, StreamConnection) or connection.upgraded or connection.closed or left_ms < 1 \
-                or not connection._writable or connection._waiting or len(<dict>connection._in_flight) >= in_flight_max:
+                or not connection.writable or connection.waiting or len(<dict>connection.in_flight) >= in_flight_max:
             # a copy: the memory of the mount state may be reused before the bytes are sent
             parts = (PyBytes_FromStringAndSize(<const char *>payload, payload_bytes),) if payload_bytes else ()
             return connection.submit(method, PyBytes_FromStringAndSize(<const char *>message, message_bytes), parts,
                                      deadline_s=deadline_s, on_done=on_done)
-        in_flight = connection._in_flight
+        in_flight = connection.in_flight
         key = note(connection, in_flight, on_done, deadline_s, zero, method, now_s)
         frame = frame_of(method, key, <uint32_t>min(left_ms, <double>0xFFFFFFFF), message, message_bytes, payload, payload_bytes)
         gather = len(in_flight) >= gather_from
-        if gather or connection._reading or connection._out:
-            connection._send(frame, (), 0, gather)
+        if gather or connection.frames.reading or connection.frames.out:
+            connection.frames.send(frame, (), 0, gather)
         else:
             self.send(connection, frame)
         return key
 
     cdef int send(self, connection, bytes frame) except -1:
-        transport = connection._transport
+        transport = connection.frames.transport
         if not transport.is_closing():
             transport.write(frame)
         return 0

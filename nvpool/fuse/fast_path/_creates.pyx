@@ -340,7 +340,7 @@ cdef class CreateConnection:
         cdef Py_ssize_t filled = self.filled
         if filled:
             self.count = self.filled = 0
-            transport = self.connection._transport
+            transport = self.connection.frames.transport
             if not transport.is_closing():
                 transport.write(PyBytes_FromStringAndSize(<const char *>self.frames, filled))
         return 0
@@ -465,8 +465,8 @@ cdef class Creates(PendingReply):
         if (connection is not state.met or connection.closed or not isinstance(connection, StreamConnection)
                 or connection.upgraded):
             return False
-        cdef dict in_flight = connection._in_flight
-        if not connection._writable or connection._waiting or len(in_flight) >= in_flight_max:
+        cdef dict in_flight = connection.in_flight
+        if not connection.writable or connection.waiting or len(in_flight) >= in_flight_max:
             return False
         unique_key = unique
         if unique_key in self.held or unique_key in self.early:

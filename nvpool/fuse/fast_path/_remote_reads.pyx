@@ -128,7 +128,7 @@ cdef class ReadConnection:
         cdef Py_ssize_t count = self.count
         if count:
             self.count = 0
-            transport = self.connection._transport
+            transport = self.connection.frames.transport
             if not transport.is_closing():
                 transport.write(PyBytes_FromStringAndSize(<const char *>self.frames, count * FRAME_BYTES))
         return 0
@@ -224,8 +224,8 @@ cdef class RemoteReads(PendingReply):
         connection = <object>found
         if not isinstance(connection, StreamConnection) or connection.upgraded or connection.closed:
             return False
-        cdef dict in_flight = connection._in_flight
-        if not connection._writable or connection._waiting or len(in_flight) >= in_flight_max:
+        cdef dict in_flight = connection.in_flight
+        if not connection.writable or connection.waiting or len(in_flight) >= in_flight_max:
             return False
         cdef double now_s = self.now_s()
         cdef double deadline_s = now_s + self.patience_s
@@ -242,7 +242,7 @@ cdef class RemoteReads(PendingReply):
         one.span = (one.skip + size + PAGE - 1) & ~<uint32_t>(PAGE - 1)
         one.since_s, one.deadline_s = self.requests.since_s, deadline_s
         if one.span > BLOCKS_MAX << 12:
-            connection._reader.widen()
+            connection.frames.reader.widen()
             self.turn = LARGE_TURN
         else:
             self.turn = TURN

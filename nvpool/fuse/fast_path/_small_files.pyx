@@ -368,7 +368,7 @@ cdef class SmallFileReads(PendingReply):
             return None
         connection = <object>found
         if (not isinstance(connection, StreamConnection) or connection.upgraded or connection.closed
-                or not connection._writable or connection._waiting or len(<dict>connection._in_flight) >= in_flight_max):
+                or not connection.writable or connection.waiting or len(<dict>connection.in_flight) >= in_flight_max):
             return None
         return connection
 
@@ -457,13 +457,13 @@ cdef class SmallFileReads(PendingReply):
             put16(put + 22, self._flags)
             put += READ_BYTES
             together.bytes += one.span
-        cdef dict in_flight = connection._in_flight
+        cdef dict in_flight = connection.in_flight
         cdef uint32_t number = note(connection, in_flight, together, deadline_s, together.bytes, method_key, now_s)
         put_head(begin, REQUEST, method_of_reads, number, left_ms, <uint32_t>length, 0, crc_of(begin + HEADER_BYTES, length))
         self._counters["messages"] += 1
         self._counters["reads"] += count
         lane.in_flight += 1
-        transport = connection._transport
+        transport = connection.frames.transport
         if not transport.is_closing():
             transport.write(frame)
         return 0

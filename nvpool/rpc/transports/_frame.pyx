@@ -85,8 +85,8 @@ cdef class ReplyTaker:
         return None
 
 
-def hear(connection, reader, Py_ssize_t count):
-    """Dispatch the successful replies among `count` bytes that a connection's FrameReader has just received.
+def hear(connection, frames, Py_ssize_t count):
+    """Dispatch the successful replies among `count` bytes that a connection's frame stream has just received.
 
     Starts with the bytes that were kept before and stops at the first frame that is no successful reply. The
     replies complete requests as multiplexer.ClientConnection does. A reply with a payload or a long message is
@@ -103,18 +103,19 @@ def hear(connection, reader, Py_ssize_t count):
     cdef PendingReply asking, last = None
     cdef bint takes, is_system
     cdef double took_s
-    if reader._sink is not None or reader.stalled:
+    reader = frames.reader
+    if reader.sink is not None or reader.stalled:
         return count
-    buffer = reader._buffer
+    buffer = reader.buffer
     if buffer is None:
         return count
-    at, end = reader._begin, reader._end
+    at, end = reader.begin, reader.end
     end += count
     if at < 0 or end > PyByteArray_GET_SIZE(buffer):
         raise ValueError("frames lie outside of their buffer")
-    in_flight, waiting, calls, now_s = connection._in_flight, connection._waiting, connection._calls, connection._now_s
+    in_flight, waiting, calls, now_s = connection.in_flight, connection.waiting, connection.calls, connection.now_s
     is_system = now_s is clock_of_system
-    connection._reading = True
+    frames.reading = True
     try:
         while True:
             frame = <const uint8_t *>PyByteArray_AS_STRING(buffer) + at
@@ -143,10 +144,10 @@ def hear(connection, reader, Py_ssize_t count):
                 if asking is None:
                     complete(who, message, message_bytes, payload_bytes)
             except Exception as error:
-                connection._loop.call_exception_handler({"message": "on_done of a request raised", "exception": error})
+                connection.loop.call_exception_handler({"message": "on_done of a request raised", "exception": error})
             answered(calls, entry[4], took_s)
             if waiting:
-                connection._pump()
+                connection.pump()
             if asking is not None and last is not asking:
                 if last is not None:
                     last.go_on()
@@ -159,19 +160,19 @@ def hear(connection, reader, Py_ssize_t count):
             if run == asking.turn and at < end:
                 last = None
                 asking.go_on()
-                if connection._out:
-                    connection._flush()
+                if frames.out:
+                    frames.flush()
                 if reader.stalled:
                     break
         if last is not None:
             last.go_on()
     finally:
-        reader._begin = at
-        connection._reading = False
-        if connection._out:
-            connection._flush()
+        reader.begin = at
+        frames.reading = False
+        if frames.out:
+            frames.flush()
     if at == end and PyByteArray_GET_SIZE(buffer) <= <Py_ssize_t>reader.linear_bytes:
-        reader._begin = reader._end = 0
+        reader.begin = reader.end = 0
         return -1
     return count
 
@@ -186,18 +187,18 @@ cdef Py_ssize_t reply_at(const uint8_t *at, Py_ssize_t have) noexcept nogil:
 
 
 cdef object note(connection, dict in_flight, on_done, double deadline_s, room, method, double now_s):
-    cdef uint32_t number = <uint32_t><uint64_t>connection._number
+    cdef uint32_t number = <uint32_t><uint64_t>connection.number
     while True:
         number += 1
         if number:
             key = number
             if key not in in_flight:
                 break
-    connection._number = key
-    if deadline_s < <double>connection._timer_s:
-        connection._arm(deadline_s)
+    connection.number = key
+    if deadline_s < <double>connection.timer_s:
+        connection.arm(deadline_s)
     in_flight[key] = (on_done, None, deadline_s, room, method, now_s)
-    connection._calls.begun += 1
+    connection.calls.begun += 1
     return key
 
 

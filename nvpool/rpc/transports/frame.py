@@ -34,7 +34,7 @@ from nvpool.rpc.api import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Buffer
 from nvpool.rpc.v1 import wire_pb2
 
 # None in a process without compiled modules.
-_frame: Any = load_compiled("nvpool.rpc.transports._frame")
+compiled_frame: Any = load_compiled("nvpool.rpc.transports._frame")
 
 MAGIC = 0x504E
 HELLO, REQUEST, REPLY, CANCEL = (
@@ -124,17 +124,18 @@ def read_head_plain(buffer: bytearray, begin: int, end: int, whole_max: int) -> 
     return kind, code, number, deadline_ms, message, payload_bytes
 
 
-def _read_head_compiled(buffer: bytearray, begin: int, end: int, whole_max: int) -> Head | int:
-    found: Head | int | None = _frame.read_head(buffer, begin, end, whole_max)
+def read_head_compiled(buffer: bytearray, begin: int, end: int, whole_max: int) -> Head | int:
+    """Compiled form of read_head_plain."""
+    found: Head | int | None = compiled_frame.read_head(buffer, begin, end, whole_max)
     # For an invalid frame the plain version raises the exact error.
     return found if found is not None else read_head_plain(buffer, begin, end, whole_max)
 
 
 pack_head: Callable[[int, int, int, int, Buffer, int], bytes] = (
-    pack_head_plain if _frame is None else _frame.pack_head
+    pack_head_plain if compiled_frame is None else compiled_frame.pack_head
 )
 read_head: Callable[[bytearray, int, int, int], Head | int] = (
-    read_head_plain if _frame is None else _read_head_compiled
+    read_head_plain if compiled_frame is None else read_head_compiled
 )
 
 
@@ -162,38 +163,38 @@ class FrameReader:
         """
         self.stalled = False
         self.admit = admit
-        self._deliver = deliver
+        self.deliver = deliver
         self._place = place
-        self._buffer = bytearray(LINEAR_BYTES)
-        self._view = memoryview(self._buffer)
-        self._begin = self._end = 0
+        self.buffer = bytearray(LINEAR_BYTES)
+        self._view = memoryview(self.buffer)
+        self.begin = self.end = 0
         self.linear_bytes = LINEAR_BYTES
         self._whole_max = SMALL_PAYLOAD_BYTES
         self._larger = 0
         self._parsing = False
-        self._sink: memoryview | None = None  # receives the rest of a large payload
+        self.sink: memoryview | None = None  # receives the rest of a large payload
         self._sink_at = 0
         self._sink_frame: tuple[int, int, int, int, bytes] = _NO_FRAME
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        if self._sink is not None:
-            return self._sink[self._sink_at :]
-        if self._end == len(self._buffer):
-            self._make_room(self._end - self._begin + HEADER_BYTES)
-        elif not self._end and len(self._buffer) != self.linear_bytes:
+        if self.sink is not None:
+            return self.sink[self._sink_at :]
+        if self.end == len(self.buffer):
+            self._make_room(self.end - self.begin + HEADER_BYTES)
+        elif not self.end and len(self.buffer) != self.linear_bytes:
             self._be_ordinary()
-        return self._view[self._end :] if self._end else self._view
+        return self._view[self.end :] if self.end else self._view
 
     def buffer_updated(self, count: int) -> None:
-        if self._sink is None:
-            self._end += count
+        if self.sink is None:
+            self.end += count
         else:
             self._sink_at += count
-            if self._sink_at < len(self._sink):
+            if self._sink_at < len(self.sink):
                 return
-            payload, self._sink = self._sink, None
+            payload, self.sink = self.sink, None
             frame, self._sink_frame = self._sink_frame, _NO_FRAME
-            self._deliver(*frame, payload)
+            self.deliver(*frame, payload)
         self.parse()
 
     def widen(self) -> None:
@@ -206,21 +207,21 @@ class FrameReader:
     @property
     def empty(self) -> bytearray | None:
         """The receive buffer if it is empty and the reader is not stalled, otherwise None."""
-        return None if self._end or self.stalled or self._sink is not None else self._buffer
+        return None if self.end or self.stalled or self.sink is not None else self.buffer
 
     def rewind(self) -> int:
         """Number of kept bytes, moved to the buffer's start; pass the number to `buffer_updated` again."""
-        if self._sink is not None:
+        if self.sink is not None:
             return 0
-        kept = self._end - self._begin
-        if self._begin:
-            self._view[:kept] = self._view[self._begin : self._end]
-        self._begin = self._end = 0
+        kept = self.end - self.begin
+        if self.begin:
+            self._view[:kept] = self._view[self.begin : self.end]
+        self.begin = self.end = 0
         return kept
 
     def skip(self, count: int) -> None:
         """Skip the first `count` of the bytes received next into `empty`. The caller has processed them."""
-        self._begin = count
+        self.begin = count
 
     def only(self, count: int) -> Frame | None:
         """Return the frame in `count` received bytes if they are exactly one frame.
@@ -228,9 +229,9 @@ class FrameReader:
         `deliver` is not called for it. None: pass the bytes to `buffer_updated` instead. CorruptFrame: the
         bytes are not a valid frame.
         """
-        if self._end or self.stalled or self._sink is not None or count < HEADER_BYTES:
+        if self.end or self.stalled or self.sink is not None or count < HEADER_BYTES:
             return None
-        found = read_head(self._buffer, 0, count, SMALL_PAYLOAD_BYTES)
+        found = read_head(self.buffer, 0, count, SMALL_PAYLOAD_BYTES)
         if not isinstance(found, tuple):
             return None
         at = HEADER_BYTES + len(found[4])
@@ -244,14 +245,14 @@ class FrameReader:
             return
         self._parsing = True
         try:
-            while not self.stalled and self._sink is None and self._end - self._begin >= HEADER_BYTES:
+            while not self.stalled and self.sink is None and self.end - self.begin >= HEADER_BYTES:
                 if not self._take():
                     break
         finally:
             self._parsing = False
-        if self._begin == self._end:
-            self._begin = self._end = 0
-            if len(self._buffer) > self.linear_bytes:  # it had grown for one long message
+        if self.begin == self.end:
+            self.begin = self.end = 0
+            if len(self.buffer) > self.linear_bytes:  # it had grown for one long message
                 self._be_ordinary()
 
     def _take(self) -> bool:
@@ -259,8 +260,8 @@ class FrameReader:
 
         Return False if bytes are missing.
         """
-        begin = self._begin
-        found = read_head(self._buffer, begin, self._end, self._whole_max)
+        begin = self.begin
+        found = read_head(self.buffer, begin, self.end, self._whole_max)
         if not isinstance(found, tuple):
             self._make_room(found)
             return False
@@ -273,15 +274,15 @@ class FrameReader:
             return False
         at = begin + HEADER_BYTES + len(message)
         if not payload_bytes:
-            self._begin = at
-            self._deliver(kind, code, number, deadline_ms, message, EMPTY)
+            self.begin = at
+            self.deliver(kind, code, number, deadline_ms, message, EMPTY)
             return True
         if payload_bytes > self._whole_max > SMALL_PAYLOAD_BYTES:
             self._larger += 1
             if self._larger > NARROW_AFTER:
                 self.linear_bytes, self._whole_max = LINEAR_BYTES, SMALL_PAYLOAD_BYTES
-        have = min(self._end - at, payload_bytes)
-        self._begin = at + have
+        have = min(self.end - at, payload_bytes)
+        self.begin = at + have
         payload = self._place(kind, number, payload_bytes)
         view = self._view
         if have == payload_bytes:
@@ -290,12 +291,12 @@ class FrameReader:
             else:
                 payload = SPARES.take(payload_bytes) if payload is None else payload
                 payload[:] = view[at : at + have]
-            self._deliver(kind, code, number, deadline_ms, message, payload)
+            self.deliver(kind, code, number, deadline_ms, message, payload)
             return True
         if payload is None:
             payload = SPARES.take(payload_bytes)
         payload[:have] = view[at : at + have]
-        self._sink, self._sink_at = payload, have
+        self.sink, self._sink_at = payload, have
         self._sink_frame = (kind, code, number, deadline_ms, message)
         return True
 
@@ -304,8 +305,8 @@ class FrameReader:
 
         Receive the rest into other memory.
         """
-        if self._sink is not None and self._sink_frame[2] == number:
-            self._sink = memoryview(bytearray(len(self._sink)))
+        if self.sink is not None and self._sink_frame[2] == number:
+            self.sink = memoryview(bytearray(len(self.sink)))
 
     def release(self) -> None:
         """Release memory and callbacks of a closed connection.
@@ -313,8 +314,8 @@ class FrameReader:
         A reference cycle would keep them until a collection.
         """
         # Nothing is received after this; what else may still be called compares with None first.
-        self._buffer = self._view = self._sink = None  # type: ignore[assignment]  # see above
-        self._deliver = self._place = self.admit = None  # type: ignore[assignment]  # see above
+        self.buffer = self._view = self.sink = None  # type: ignore[assignment]  # see above
+        self.deliver = self._place = self.admit = None  # type: ignore[assignment]  # see above
 
     def unfinished(self) -> tuple[bytes, int] | None:
         """Return the start and the length, as far as known, of an incomplete frame.
@@ -322,41 +323,41 @@ class FrameReader:
         The start (bytes) distinguishes the frame from earlier ones. None if there is no such frame, or while
         frames are kept.
         """
-        if self.stalled or self._buffer is None:
+        if self.stalled or self.buffer is None:
             return None
-        if self._sink is not None:
-            return b"%012d" % self._sink_frame[2], len(self._sink)
-        kept = self._end - self._begin
+        if self.sink is not None:
+            return b"%012d" % self._sink_frame[2], len(self.sink)
+        kept = self.end - self.begin
         if not kept:
             return None
-        head = bytes(self._view[self._begin : self._begin + min(kept, HEADER_BYTES)])
+        head = bytes(self._view[self.begin : self.begin + min(kept, HEADER_BYTES)])
         return head[:12], sum(_LENGTHS.unpack_from(head, 16)) if kept >= HEADER_BYTES else 0
 
     def _be_ordinary(self) -> None:
         """Receive into a buffer of the normal size. The old buffer must be empty."""
-        self._buffer = bytearray(self.linear_bytes)
-        self._view = memoryview(self._buffer)
+        self.buffer = bytearray(self.linear_bytes)
+        self._view = memoryview(self.buffer)
 
     def _make_room(self, frame_bytes: int) -> None:
-        """Make space for the frame that begins at `_begin`: move it to the front, or rarely enlarge the
+        """Make space for the frame that begins at `begin`: move it to the front, or rarely enlarge the
         buffer.
 
         The buffer at most doubles when it is full, since the length in a header is only a claim, and has
         space for this frame alone.
         """
-        if len(self._buffer) - self._begin >= frame_bytes:
+        if len(self.buffer) - self.begin >= frame_bytes:
             return
-        kept = self._end - self._begin
-        if kept == len(self._buffer):
+        kept = self.end - self.begin
+        if kept == len(self.buffer):
             if self.admit is not None:
                 _, kind, _, _, _, _, _, message_bytes, payload_bytes, _, _ = HEADER.unpack_from(
-                    self._buffer, self._begin
+                    self.buffer, self.begin
                 )
                 if not self.admit(kind, message_bytes + payload_bytes):
                     return
             buffer = bytearray(min(frame_bytes, 2 * kept))
-            buffer[:kept] = self._view[self._begin : self._end]
-            self._buffer, self._view = buffer, memoryview(buffer)
-        elif self._begin:
-            self._view[:kept] = self._view[self._begin : self._end]  # may overlap, which memoryview allows
-        self._begin, self._end = 0, kept
+            buffer[:kept] = self._view[self.begin : self.end]
+            self.buffer, self._view = buffer, memoryview(buffer)
+        elif self.begin:
+            self._view[:kept] = self._view[self.begin : self.end]  # may overlap, which memoryview allows
+        self.begin, self.end = 0, kept

@@ -8,99 +8,108 @@ does not answer, the bytes take the slow path. See Handler in rpc/api.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nvpool.core.compiled_loader import load_compiled
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable
 
     from nvpool.rpc.api import Buffer
-    from nvpool.rpc.multiplexer import InboundCall, ServerConnection
-    from nvpool.rpc.peer_limits import MeteredTransport
+    from nvpool.rpc.multiplexer import InboundCall
+    from nvpool.rpc.peer_limits import Share
     from nvpool.rpc.stats import ReplyStats
-    from nvpool.rpc.transports.frame import FrameReader
+    from nvpool.rpc.transports.frame_stream import FrameStream
 
     FastPath = Callable[[bytearray, int, dict[int, InboundCall], ReplyStats, list[Buffer], Any], int]
     """Attribute `fast_path` of a handler; see Handler in rpc/api."""
 
-    class _ClientEnd:
-        """Interface of a connection's end that a fast path uses (rpc/transports/stream)."""
-
-        _reader: FrameReader
-        _transport: asyncio.Transport | MeteredTransport
-        _out: list[Buffer]
-        _out_bytes: int
-
-        def buffer_updated(self, count: int) -> None: ...
-        def _stop_reading(self) -> None: ...
-        def _go_on_reading(self) -> None: ...
-
-    class _ServerEnd(_ClientEnd, ServerConnection):
-        """Interface of a server's end that a fast path uses."""
-
-        fast_path: FastPath | None
-        _later: Any
-        _greeted: bool
-
-        @property
-        def _may_read(self) -> bool: ...
-else:
-    _ClientEnd = _ServerEnd = object
-
 _frame = load_compiled("nvpool.rpc.transports._frame")
 
 
-class ReplyFastPath(_ClientEnd):
-    """Mixin for client connections: dispatches successful replies in one compiled step (`_frame.hear`).
+class ReplyReceiver(Protocol):
+    """Client connection with the request table of rpc/multiplexer.ClientConnection."""
 
-    List it before _End and ClientConnection of rpc/transports/stream in the bases. Without the compiled module it has no
-    effect.
-    """
-
-    upgraded = False
+    upgraded: bool
     """Whether replies may arrive by another path than these frames; see rpc/transports/rdma."""
 
-    def buffer_updated(self, count: int) -> None:
-        if _frame is not None and not self.upgraded:
-            count = _frame.hear(self, self._reader, count)
-            if count < 0:
-                return
-        super().buffer_updated(count)
+
+class RequestReceiver(Protocol):
+    """Server connection with the request table of rpc/multiplexer.ServerConnection."""
+
+    share: Share | None
+    draining: bool
+    greeted: bool
+    in_work: dict[int, InboundCall]
+    reply_stats: ReplyStats
+
+    @property
+    def may_read(self) -> bool:
+        """Whether there is no reason to pause reading."""
 
 
-class RequestFastPath(_ServerEnd):
-    """Mixin for server connections: lets the handler answer received frames on its fast path.
+class ReplyFastPath:
+    """Part of a client connection that dispatches successful replies in one compiled step (`_frame.hear`).
 
-    List it before _End and ServerConnection of rpc/transports/stream in the bases. Connections of a peer that is not
-    trusted share a time slice; see limits.Share.takes_turn.
+    `receive` is the connection's `buffer_updated`. Without the compiled module all frames take the slow path.
     """
 
-    def buffer_updated(self, count: int) -> None:
-        if self._share is not None and count and not self._share.takes_turn():
-            self._stop_reading()
-            super().buffer_updated(count)  # which keeps the bytes
+    def __init__(self, connection: ReplyReceiver, frames: FrameStream) -> None:
+        self._connection = connection
+        self._frames = frames
+
+    def receive(self, nbytes: int) -> None:
+        connection, frames = self._connection, self._frames
+        if _frame is not None and not connection.upgraded:
+            nbytes = _frame.hear(connection, frames, nbytes)
+            if nbytes < 0:
+                return
+        frames.receive(nbytes)
+
+
+class RequestFastPath:
+    """Part of a server connection that lets the handler answer received frames on its fast path.
+
+    `receive` is the connection's `buffer_updated`. Connections of a peer that is not trusted share a time slice;
+    see limits.Share.takes_turn.
+    """
+
+    def __init__(
+        self, connection: RequestReceiver, frames: FrameStream, answer: FastPath | None, later: Any
+    ) -> None:
+        """`later` is the connection, if the handler may answer some requests later; otherwise None."""
+        self.answer = answer
+        self._connection = connection
+        self._frames = frames
+        self._later = later
+
+    def receive(self, nbytes: int) -> None:
+        connection, frames = self._connection, self._frames
+        share = connection.share
+        if share is not None and nbytes and not share.takes_turn():
+            frames.pause_reading()
+            frames.receive(nbytes)  # which keeps the bytes
             return
-        fast_path = self.fast_path
-        if fast_path is not None and count and not self._out:
-            buffer = self._reader.empty
-            if buffer is not None and self._greeted and not self.draining:
-                out = self._out
-                taken = fast_path(buffer, count, self._in_work, self._reply_stats, out, self._later)
+        answer = self.answer
+        if answer is not None and nbytes and not frames.out:
+            buffer = frames.reader.empty
+            if buffer is not None and connection.greeted and not connection.draining:
+                out = frames.out
+                taken = answer(buffer, nbytes, connection.in_work, connection.reply_stats, out, self._later)
                 if taken:
-                    if taken == count and len(out) < 2:
+                    if taken == nbytes and len(out) < 2:
                         if out:
-                            self._transport.write(out.pop())
+                            frames.transport.write(out.pop())
                         return
-                    self._out_bytes += sum(map(len, out))
-                    self._reader.skip(taken)
-        super().buffer_updated(count)
+                    frames.out_bytes += sum(map(len, out))
+                    frames.reader.skip(taken)
+        frames.receive(nbytes)
 
     def take_turn(self) -> None:
         """Continue with the kept bytes, unless there is another reason to pause."""
-        if self._may_read:
-            self._reader.stalled = False
-            self.buffer_updated(self._reader.rewind())
-            if not self._reader.stalled:
-                self._go_on_reading()
+        if self._connection.may_read:
+            reader = self._frames.reader
+            reader.stalled = False
+            self.receive(reader.rewind())
+            if not reader.stalled:
+                self._frames.resume_reading()

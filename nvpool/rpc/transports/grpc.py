@@ -248,8 +248,8 @@ class GrpcConnection(_Sending, ClientConnection):
             raise decode_error(frame.status, frame.message)
         self.peer = self.peer._replace(name=check_hello(frame.message, self._greeting).name)
         self._tasks = [
-            self._loop.create_task(self._read_all()),
-            self._loop.create_task(self._write_until_lost()),
+            self.loop.create_task(self._read_all()),
+            self.loop.create_task(self._write_until_lost()),
         ]
 
     async def _read_all(self) -> None:
@@ -267,7 +267,7 @@ class GrpcConnection(_Sending, ClientConnection):
                 if into is not None:
                     into[:] = payload
                     payload = into
-                self._answered(frame.request, frame.status, frame.message, payload)
+                self.answered(frame.request, frame.status, frame.message, payload)
         except CorruptFrame as error:
             reason = str(error)
             _log.warning("connection with %s ended: %s", self.peer.name, reason)
@@ -296,20 +296,20 @@ class GrpcConnection(_Sending, ClientConnection):
                 REQUEST, number, message, payload, payload_bytes, method=method, deadline_ms=deadline_ms
             )
         )
-        self._writable = not self._full
+        self.writable = not self._full
 
     def _send_cancel(self, number: int) -> None:
         self._put(encode_frame(CANCEL, number, b""))
 
     def _has_room(self) -> None:
-        self._writable = True
-        self._pump()
+        self.writable = True
+        self.pump()
 
     def _end(self, reason: str) -> asyncio.Task[None]:
         """End the connection once; the task is done when all is closed."""
         self._lost(f"{self.peer.name}: {reason}")
         if self._ending is None:
-            self._ending = self._loop.create_task(self._tear_down())
+            self._ending = self.loop.create_task(self._tear_down())
         return self._ending
 
     async def _tear_down(self) -> None:
@@ -371,7 +371,7 @@ class _GrpcServed(_Sending, ServerConnection):
         finally:
             self._ended = True
             self._listener.connections.discard(self)
-            self._client_gone()
+            self.client_gone()
             for task in (reader, writer):
                 task.cancel()
             await asyncio.wait([reader, writer])
@@ -415,7 +415,7 @@ class _GrpcServed(_Sending, ServerConnection):
             self._entered = share = self._listener.limits.enter(self, self.peer, self._listener.greeting.name)
         except (Busy, AccessDenied, Stale) as error:
             return error
-        self._share = share if share.limited else None
+        self.share = share if share.limited else None
         return None
 
     # -- interface that limits need of a connection: rpc/peer_limits.LimitedConnection
@@ -468,9 +468,9 @@ class _GrpcServed(_Sending, ServerConnection):
                     return
                 frame, payload = decode_frame(raw)
                 if frame.kind == REQUEST:
-                    self._arrived(frame.request, frame.method, frame.deadline_ms, frame.message, payload)
-                    if self._share is not None and self._share.is_full:
-                        self._share.wait()
+                    self.arrived(frame.request, frame.method, frame.deadline_ms, frame.message, payload)
+                    if self.share is not None and self.share.is_full:
+                        self.share.wait()
                     if self._overfull or self._full or self._held_back:
                         self._flowing.clear()
                         await self._flowing.wait()

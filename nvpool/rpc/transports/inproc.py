@@ -120,7 +120,7 @@ class InprocConnection(ClientConnection):
         if into is not None:
             into[:] = payload
             payload = into
-        self._answered(number, status, message, payload)
+        self.answered(number, status, message, payload)
 
     def lose(self, reason: str) -> None:
         """End the connection as if the peer had died."""
@@ -143,7 +143,7 @@ class _InprocServed(ServerConnection):
         if self.client_side.closed:
             return
         try:
-            self._arrived(number, method, deadline_ms, message, payload)
+            self.arrived(number, method, deadline_ms, message, payload)
         except CorruptFrame as error:
             self.client_side.lose(str(error))
 
@@ -163,7 +163,7 @@ class _InprocServed(ServerConnection):
 
     def end(self) -> None:
         self._listener.connections.discard(self)
-        self._client_gone()
+        self.client_gone()
 
     async def drain(self, drain_s: float) -> None:
         await self._drained(drain_s)

@@ -56,9 +56,9 @@ from nvpool.rpc.error_codec import encode_error
 from nvpool.rpc.handshake import printable
 from nvpool.rpc.transports import ucx
 from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST, pack_head
+from nvpool.rpc.transports.frame_stream import GATHER_IN_FLIGHT
 from nvpool.rpc.transports.rdma_buffers import PLACE_BYTES_MAX, RegisteredBuffers
 from nvpool.rpc.transports.stream import (
-    GATHER_IN_FLIGHT,
     StreamConnection,
     StreamListener,
     StreamServed,
@@ -84,7 +84,7 @@ PLACED = 0xFFFF
 
 A buffer of length 0 means that there is none."""
 _PLACE = struct.Struct("<IIIH")
-_KEY = struct.Struct("<IIQQ")
+KEY_HEAD = struct.Struct("<IIQQ")
 _TRY = struct.Struct("<II8s")
 _NUMBER = struct.Struct("<I")
 OFFER = "rdma:"
@@ -138,7 +138,7 @@ class _Turning:
         self.worker = ucx.Worker(context)
         self._loop = asyncio.get_running_loop()
         self._spins = poll_us * _SPINS_A_US
-        self._flushes: dict[Any, Callable[[Any], None]] = {}
+        self.flushes: dict[Any, Callable[[Any], None]] = {}
         self._soon = False
         self.closed = False
         self._descriptor = self.worker.descriptor()
@@ -150,8 +150,8 @@ class _Turning:
         if self.closed:
             return
         done = self.worker.progress(_TURNS)
-        for flush in [flush for flush in self._flushes if flush.ended()]:
-            self._flushes.pop(flush)(flush)
+        for flush in [flush for flush in self.flushes if flush.ended()]:
+            self.flushes.pop(flush)(flush)
         if not done and not self._soon and not self.closed:
             self._soon = True
             self._loop.call_soon(self._again)
@@ -165,7 +165,7 @@ class _Turning:
         if flush.ended() or (self._spins and self.worker.spin(flush, self._spins)):
             on_end(flush)
         else:
-            self._flushes[flush] = on_end
+            self.flushes[flush] = on_end
             self.turn()
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class _Turning:
         if not self.closed:
             self.closed = True
             self._loop.remove_reader(self._descriptor)
-            self._flushes.clear()
+            self.flushes.clear()
             self.worker.close()
 
 
@@ -204,10 +204,10 @@ class RdmaConnection(StreamConnection):
         self.why_not = ""
         self.placed_bytes = 0
         """Payload bytes that arrived by one-sided writes, for statistics."""
-        self._turning: _Turning | None = None
-        self._rooms: RegisteredBuffers | None = None
-        self._places: dict[int, Any] = {}  # by request, until the store has answered it
-        self._quarantined: dict[int, float] = {}  # those of them whose requests have ended here: time limit
+        self.turning: _Turning | None = None
+        self.rooms: RegisteredBuffers | None = None
+        self.places: dict[int, Any] = {}  # by request, until the store has answered it
+        self.quarantined: dict[int, float] = {}  # those of them whose requests have ended here: time limit
         self._quarantine_timer: asyncio.TimerHandle | None = None
         self._endpoint: Any = None
         self._works: asyncio.Future[bytes] | None = None
@@ -218,21 +218,21 @@ class RdmaConnection(StreamConnection):
         if not offers:
             self.why_not = "the other side does not offer it to this host"
             return
-        self._works = self._loop.create_future()
+        self._works = self.loop.create_future()
         try:
             context = ucx.context(offers[0])
-            self._turning = _Turning(context)
-            self._rooms = RegisteredBuffers(context, self._send_key, self._forget_key)
-            async with asyncio.timeout(min(UPGRADE_S, max(0.0, deadline_s - self._now_s()))):
-                self._say(BEGIN, b"")
-                self._endpoint = reach(self._turning.worker, await self._works, offers[0])
-                self._works = self._loop.create_future()
-                self._say(BEGIN, self._turning.worker.address())
-                place = self._rooms.take(8)
+            self.turning = _Turning(context)
+            self.rooms = RegisteredBuffers(context, self._send_key, self._forget_key)
+            async with asyncio.timeout(min(UPGRADE_S, max(0.0, deadline_s - self.now_s()))):
+                self.say(BEGIN, b"")
+                self._endpoint = reach(self.turning.worker, await self._works, offers[0])
+                self._works = self.loop.create_future()
+                self.say(BEGIN, self.turning.worker.address())
+                place = self.rooms.take(8)
                 if place is None:
                     raise NotSupported("no memory can be registered")
                 wanted, view = os.urandom(8), memoryview(place)
-                self._say(TRY, _TRY.pack(place.key, place.offset, wanted))
+                self.say(TRY, _TRY.pack(place.key, place.offset, wanted))
                 await self._works
             if view != wanted:
                 raise NotSupported("what the other side has written did not arrive")
@@ -248,8 +248,8 @@ class RdmaConnection(StreamConnection):
     def _do_without(self, reason: str) -> None:
         self.why_not = reason
         self._unlink()
-        if not self._ended:
-            self._say(FAILED, reason.encode()[:KEY_BYTES_MAX])
+        if not self.frames.ended:
+            self.say(FAILED, reason.encode()[:KEY_BYTES_MAX])
 
     def _unlink(self) -> None:
         """Close the RDMA resources: on return nothing can arrive any more, and no buffer is reused."""
@@ -257,27 +257,28 @@ class RdmaConnection(StreamConnection):
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
-        if self._turning is not None:
-            self._turning.close()
-        if self._rooms is not None:
-            self._rooms.close()
-        for place in self._places.values():
+        if self.turning is not None:
+            self.turning.close()
+        if self.rooms is not None:
+            self.rooms.close()
+        for place in self.places.values():
             place.home = None
-        self._places.clear()
-        self._quarantined.clear()
+        self.places.clear()
+        self.quarantined.clear()
         if self._quarantine_timer is not None:
             self._quarantine_timer.cancel()
             self._quarantine_timer = None
 
-    def _say(self, word: int, said: bytes) -> None:
-        self._send(pack_head(HELLO, word, 0, 0, said, 0), (), 0, gather=False)
+    def say(self, word: int, said: bytes) -> None:
+        """Send a control message."""
+        self.frames.send(pack_head(HELLO, word, 0, 0, said, 0), (), 0, gather=False)
 
     def _send_key(self, number: int, slab: Any) -> None:
-        self._say(KEY, _KEY.pack(number, 0, slab.address, slab.length) + slab.key())
+        self.say(KEY, KEY_HEAD.pack(number, 0, slab.address, slab.length) + slab.key())
 
     def _forget_key(self, number: int) -> None:
-        if not self._ended:
-            self._say(FORGET, _NUMBER.pack(number))
+        if not self.frames.ended:
+            self.say(FORGET, _NUMBER.pack(number))
 
     def _send_request(
         self,
@@ -289,9 +290,9 @@ class RdmaConnection(StreamConnection):
         payload_bytes: int,
     ) -> None:
         if self.upgraded:
-            _, into, _, room, *_ = self._in_flight[number]
+            _, into, _, room, *_ = self.in_flight[number]
             wanted = min(room if into is None else len(into), PLACE_BYTES_MAX)
-            rooms, place = self._rooms, None
+            rooms, place = self.rooms, None
             if (
                 wanted >= self.placed_bytes_min
                 and rooms is not None
@@ -299,7 +300,7 @@ class RdmaConnection(StreamConnection):
             ):
                 place = rooms.take(wanted)
             if place is not None:
-                self._places[number] = place
+                self.places[number] = place
                 method, message = (
                     PLACED,
                     _PLACE.pack(place.key, place.offset, wanted, method) + bytes(message),
@@ -308,16 +309,16 @@ class RdmaConnection(StreamConnection):
                 message = _PLACE.pack(0, 0, 0, method) + bytes(message)
         super()._send_request(number, method, deadline_ms, message, payload, payload_bytes)
 
-    def _deliver(
+    def deliver(
         self, kind: int, code: int, number: int, deadline_ms: int, message: bytes, payload: memoryview
     ) -> None:
         if kind == REPLY:
-            place = self._places.pop(number, None)
+            place = self.places.pop(number, None)
             if deadline_ms:
                 self._arrived_there(place, code, number, deadline_ms, message)
                 return
             if place is not None:
-                self._quarantined.pop(number, None)
+                self.quarantined.pop(number, None)
         elif kind == HELLO and code in (BEGIN, WORKS, FAILED) and self._works is not None:
             if not self._works.done():
                 if code != FAILED:
@@ -325,12 +326,12 @@ class RdmaConnection(StreamConnection):
                 else:
                     self._works.set_exception(NotSupported(message.decode(errors="replace")))
             return
-        super()._deliver(kind, code, number, deadline_ms, message, payload)
+        super().deliver(kind, code, number, deadline_ms, message, payload)
 
     def _arrived_there(self, place: Any, code: int, number: int, count: int, message: bytes) -> None:
         if place is None or count > place.length:
             raise CorruptFrame(f"{count} bytes were written where there was no place for them")
-        if self._quarantined.pop(number, None) is not None:
+        if self.quarantined.pop(number, None) is not None:
             return
         self.placed_bytes += count
         payload = memoryview(place)[:count]
@@ -338,23 +339,23 @@ class RdmaConnection(StreamConnection):
         if into is not None:
             into[:] = payload
             payload = into
-        self._answered(number, code, message, payload)
+        self.answered(number, code, message, payload)
 
     def _send_cancel(self, number: int) -> None:
-        if number in self._places:
-            self._quarantined[number] = self._now_s() + QUARANTINE_S
+        if number in self.places:
+            self.quarantined[number] = self.now_s() + QUARANTINE_S
             if self._quarantine_timer is None:
-                self._quarantine_timer = self._loop.call_later(QUARANTINE_S, self._look_at_quarantine)
+                self._quarantine_timer = self.loop.call_later(QUARANTINE_S, self._look_at_quarantine)
         super()._send_cancel(number)
 
     def _look_at_quarantine(self) -> None:
         self._quarantine_timer = None
-        now_s = self._now_s()
-        if any(until_s <= now_s for until_s in self._quarantined.values()):
-            self._end("the other side does not say whether it still writes to our memory", logged=True)
-        elif self._quarantined:
-            self._quarantine_timer = self._loop.call_later(
-                min(self._quarantined.values()) - now_s, self._look_at_quarantine
+        now_s = self.now_s()
+        if any(until_s <= now_s for until_s in self.quarantined.values()):
+            self.frames.end("the other side does not say whether it still writes to our memory", logged=True)
+        elif self.quarantined:
+            self._quarantine_timer = self.loop.call_later(
+                min(self.quarantined.values()) - now_s, self._look_at_quarantine
             )
 
     def revoke_keys(self) -> None:
@@ -363,16 +364,16 @@ class RdmaConnection(StreamConnection):
         Pending requests with such a buffer fail with Unavailable at the server; later requests get new
         memory.
         """
-        rooms = self._rooms
+        rooms = self.rooms
         if rooms is not None:
             for number in list(rooms.numbers()):
                 rooms.revoke(number)
 
-    def _on_end(self, reason: str) -> None:
+    def on_end(self, reason: str) -> None:
         self._unlink()
         if self._works is not None and not self._works.done():
             self._works.set_exception(NotSupported(reason))
-        super()._on_end(reason)
+        super().on_end(reason)
 
 
 class RdmaServed(StreamServed):
@@ -381,21 +382,21 @@ class RdmaServed(StreamServed):
     _listener: RdmaListener
 
     def __init__(self, listener: RdmaListener) -> None:
-        super().__init__(listener)
+        super().__init__(listener, answers_later=False)
         self._endpoint: Any = None
         self._turning: _Turning
         """The listener's worker, from the client's BEGIN on."""
         self._keys: dict[int, Any] = {}
         self._places: dict[int, Sequence[int]] = {}
         self._filled: dict[int, memoryview] = {}  # buffers that the handler fills itself
-        self._writing_bytes = 0
+        self.writing_bytes = 0
         self._turn_bytes = 0
 
     def _offers(self) -> Sequence[str]:
-        transports = self._listener.offered(self._transport)
+        transports = self._listener.offered(self.frames.transport)
         return (OFFER + transports,) if transports else ()
 
-    def _deliver(
+    def deliver(
         self, kind: int, code: int, number: int, deadline_ms: int, message: bytes, payload: memoryview
     ) -> None:
         if kind == REQUEST and code == PLACED and self._endpoint is not None:
@@ -406,18 +407,18 @@ class RdmaServed(StreamServed):
             if place[2]:
                 self._places[number] = place
         elif kind == CANCEL and number in self._places:
-            super()._deliver(kind, code, number, deadline_ms, message, payload)
+            super().deliver(kind, code, number, deadline_ms, message, payload)
             self._filled.pop(number, None)
             # The answer means: we no longer write to the buffer.
             if self._places.pop(number, None) is not None:
                 status, text = encode_error(Cancelled("given up"))
                 super()._send_answer(number, status, text, (), 0)
             return
-        elif kind == HELLO and code and self._greeted:
+        elif kind == HELLO and code and self.greeted:
             self._word(code, message)
             self._pause_after_turn()
             return
-        super()._deliver(kind, code, number, deadline_ms, message, payload)
+        super().deliver(kind, code, number, deadline_ms, message, payload)
 
     # -- control messages
 
@@ -431,14 +432,14 @@ class RdmaServed(StreamServed):
                 if said:
                     self._endpoint = reach(turning.worker, said, self._listener.transports)
                 else:
-                    self._send(
+                    self.frames.send(
                         pack_head(HELLO, BEGIN, 0, 0, turning.worker.address(), 0), (), 0, gather=False
                     )
             elif word == KEY and self._endpoint is not None:
-                number, _, base, length = _KEY.unpack_from(said)
+                number, _, base, length = KEY_HEAD.unpack_from(said)
                 if len(self._keys) >= KEYS_MAX or len(said) > KEY_BYTES_MAX or number in self._keys:
                     raise CorruptFrame("more keys than one can need")
-                self._keys[number] = ucx.Key(self._endpoint, bytes(said[_KEY.size :]), base, length)
+                self._keys[number] = ucx.Key(self._endpoint, bytes(said[KEY_HEAD.size :]), base, length)
             elif word == TRY and self._endpoint is not None:
                 number, offset, content = _TRY.unpack(said)
                 self._turning.wait(self._endpoint.put(self._keys[number], offset, (content,)), self._tried)
@@ -448,7 +449,7 @@ class RdmaServed(StreamServed):
                     key.drop()
             elif word == FAILED:
                 reason = printable(bytes(said[:KEY_BYTES_MAX]).decode(errors="replace"))
-                self._log_fault(logging.INFO, f"no RDMA with {self._who()}: {reason}")
+                self._log_fault(logging.INFO, f"no RDMA with {self.peer_text()}: {reason}")
                 self._unlink()
             elif self._endpoint is not None or word not in (KEY, TRY):  # they may have crossed our FAILED
                 raise CorruptFrame(f"word {word} out of place")
@@ -460,15 +461,15 @@ class RdmaServed(StreamServed):
     def _tried(self, flush: Any) -> None:
         if flush.error:
             self._failed(flush.error)
-        elif not self._ended:
+        elif not self.frames.ended:
             self._carried_by(RdmaUnixTransport.scheme if self.peer.local else RdmaTransport.scheme)
-            self._send(pack_head(HELLO, WORKS, 0, 0, b"", 0), (), 0, gather=False)
+            self.frames.send(pack_head(HELLO, WORKS, 0, 0, b"", 0), (), 0, gather=False)
 
     def _failed(self, reason: str) -> None:
-        self._log_fault(logging.INFO, f"no RDMA with {self._who()}: {reason}")
+        self._log_fault(logging.INFO, f"no RDMA with {self.peer_text()}: {reason}")
         self._unlink()
-        if not self._ended:
-            self._send(pack_head(HELLO, FAILED, 0, 0, reason.encode(), 0), (), 0, gather=False)
+        if not self.frames.ended:
+            self.frames.send(pack_head(HELLO, FAILED, 0, 0, reason.encode(), 0), (), 0, gather=False)
 
     def _unlink(self) -> None:
         for key in self._keys.values():
@@ -477,7 +478,7 @@ class RdmaServed(StreamServed):
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
-            if not self._ended:
+            if not self.frames.ended:
                 self._carried_by(
                     RdmaUnixTransport.stream_scheme if self.peer.local else RdmaTransport.stream_scheme
                 )
@@ -499,7 +500,7 @@ class RdmaServed(StreamServed):
     ) -> None:
         place = self._places.pop(number, None) if self._places else None
         filled = self._filled.pop(number, None) if self._filled else None
-        if place is None or status or not payload_bytes or self._ended:
+        if place is None or status or not payload_bytes or self.frames.ended:
             super()._send_answer(number, status, message, payload, payload_bytes)
             return
         number_of_key, offset, length = place
@@ -511,11 +512,11 @@ class RdmaServed(StreamServed):
             if key is None:
                 raise ucx.Error("the key to the reader's memory is not valid any more")
             if filled is not None and len(payload) == 1 and payload[0] is filled:
-                self._send(
+                self.frames.send(
                     pack_head(REPLY, 0, number, payload_bytes, message, 0),
                     (),
                     0,
-                    gather=len(self._in_work) >= GATHER_IN_FLIGHT,
+                    gather=len(self.in_work) >= GATHER_IN_FLIGHT,
                 )
                 self._end_turn(payload_bytes)
                 return
@@ -523,28 +524,28 @@ class RdmaServed(StreamServed):
         except ucx.Error as error:
             self._could_not(number, str(error))
             return
-        self._writing_bytes += payload_bytes
-        if self._writing_bytes > WRITING_BYTES_MAX and not flush.ended():
+        self.writing_bytes += payload_bytes
+        if self.writing_bytes > WRITING_BYTES_MAX and not flush.ended():
             self.pause_writing()
         self._turning.wait(flush, lambda flush: self._written(flush, number, message, payload_bytes))
 
     def _end_turn(self, byte_count: int) -> None:
         self._turn_bytes += byte_count
-        if self._turn_bytes >= TURN_BYTES and self._reading and not self._reader.stalled:
+        if self._turn_bytes >= TURN_BYTES and self.frames.reading and not self.frames.reader.stalled:
             self._turn_bytes = 0
-            self._stop_reading()
-            self._stream_loop.call_soon(self._room)
+            self.frames.pause_reading()
+            self.frames.loop.call_soon(self._room)
 
     def _write(self, key: Any, offset: int, payload: Sequence[Buffer]) -> Any:
         return self._endpoint.put(key, offset, payload)
 
     def _written(self, flush: Any, number: int, message: Buffer, count: int) -> None:
-        before, self._writing_bytes = self._writing_bytes, self._writing_bytes - count
+        before, self.writing_bytes = self.writing_bytes, self.writing_bytes - count
         if flush.error:
             self._could_not(number, flush.error)
-        elif not self._ended:
-            self._send(pack_head(REPLY, 0, number, count, message, 0), (), 0, gather=True)
-        if before > WRITING_BYTES_MAX >= self._writing_bytes and not self._ended:
+        elif not self.frames.ended:
+            self.frames.send(pack_head(REPLY, 0, number, count, message, 0), (), 0, gather=True)
+        if before > WRITING_BYTES_MAX >= self.writing_bytes and not self.frames.ended:
             self.resume_writing()
 
     def _could_not(self, number: int, reason: str) -> None:
@@ -553,11 +554,11 @@ class RdmaServed(StreamServed):
         )
         super()._send_answer(number, status, text, (), 0)
 
-    def _on_end(self, reason: str) -> None:
+    def on_end(self, reason: str) -> None:
         self._unlink()
         self._places.clear()
         self._filled.clear()
-        super()._on_end(reason)
+        super().on_end(reason)
 
 
 class RdmaListener(StreamListener):

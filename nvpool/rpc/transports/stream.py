@@ -42,204 +42,44 @@ from nvpool.rpc.handshake import HELLO_S, check_hello, encode_hello
 from nvpool.rpc.multiplexer import ClientConnection, ServerConnection
 from nvpool.rpc.peer_limits import Limits, MeteredTransport, Share
 from nvpool.rpc.peer_roles import Peer, with_address
-from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST, FrameReader, pack_head
+from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST, pack_head
 from nvpool.rpc.transports.frame_fast_path import ReplyFastPath, RequestFastPath
+from nvpool.rpc.transports.frame_stream import GATHER_IN_FLIGHT, FrameStream
 from nvpool.rpc.transports.socket_options import (
     GOODBYE_S,
     TlsOptions,
     connect_error,
     is_socket,
     listen_error,
-    set_socket_options,
     tls_options,
 )
 from nvpool.rpc.transports.tls_server import TlsServer
-from nvpool.security.tls import TlsIdentity, member_of, refusal_of, security
+from nvpool.security.tls import TlsIdentity, member_of, security
 
 _log = logging.getLogger(__name__)
 
-JOIN_BYTES = 32 << 10
-"""Largest frame that is joined into one buffer: the copy costs less than a vectored write adds."""
-
-GATHER_BYTES = 256 << 10
-"""Size at which frames that are collected during reading are sent at the latest."""
-
-WRITE_HIGH_BYTES = 1 << 20
-WRITE_LOW_BYTES = 256 << 10
-"""Unsent bytes in the loop's transport at which we stop adding (high) and resume (low)."""
-
 BACKLOG = 1024
 
-GATHER_IN_FLIGHT = 4
-"""Number of pending requests from which on more are likely in the same loop iteration.
 
-The frames of that iteration are then sent together at its end.
-"""
+def _certified_member(
+    connection: StreamConnection | StreamServed, identity: TlsIdentity, *, as_server: bool
+) -> str:
+    """Return the peer's member name from its certificate, and watch the certificate from now on.
 
-
-class _End(asyncio.BufferedProtocol):
-    """One end of a stream: reads and writes frames. Derived classes give them their meaning."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._stream_loop = loop
-        # None until `connection_made`, which the loop calls before anything else.
-        self._transport: asyncio.Transport | MeteredTransport = None  # type: ignore[assignment]  # see above
-        self._reader = FrameReader(self._deliver, self._place)
-        self.get_buffer = self._reader.get_buffer  # type: ignore[method-assign]  # saves a call per receive
-        self._out: list[Buffer] = []
-        self._out_bytes = 0
-        self._out_scheduled = False
-        self._reading = False
-        self._ended = ""
-        self._gone: asyncio.Future[None] = loop.create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = stream = cast("asyncio.Transport", transport)
-        stream.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
-        set_socket_options(stream.get_extra_info("socket"))
-
-    def buffer_updated(self, count: int) -> None:
-        self._reading = True
-        try:
-            self._reader.buffer_updated(count)
-        except CorruptFrame as error:
-            self._end(str(error), logged=True)
-        finally:
-            self._reading = False
-            if self._out:
-                self._flush()
-
-    def _go_on_reading(self) -> None:
-        """Deliver frames kept in the buffer, then resume receiving, unless the reader stalls again."""
-        if self._ended:
-            return
-        self._reader.stalled = False
-        if not self._reading:
-            self.buffer_updated(0)
-        if not self._reader.stalled and not self._ended:
-            self._transport.resume_reading()
-
-    def _stop_reading(self) -> None:
-        self._reader.stalled = True
-        if not self._ended:
-            self._transport.pause_reading()
-
-    def eof_received(self) -> None:
-        self._end("the other side has closed the connection")
-
-    def connection_lost(self, error: Exception | None) -> None:
-        refusal = refusal_of(error)
-        if refusal:
-            self._turned_away(AccessDenied(f"{self._who()}: {refusal}"))
-        self._end(
-            f"the connection was lost: {error.strerror or error}"
-            if isinstance(error, OSError)
-            else "the connection was lost"
-        )
-        self._reader.release()
-        if not self._gone.done():
-            self._gone.set_result(None)
-
-    def _send(self, head: bytes, payload: Sequence[Buffer], payload_bytes: int, gather: bool) -> None:
-        out = self._out
-        if not payload_bytes:
-            out.append(head)
-        elif payload_bytes <= JOIN_BYTES:
-            out.append(b"".join((head, *payload)))
-        else:
-            out.append(head)
-            out.extend(payload)
-        self._out_bytes += len(head) + payload_bytes
-        if (self._reading or gather) and self._out_bytes < GATHER_BYTES:
-            if not self._reading and not self._out_scheduled:
-                self._out_scheduled = True
-                self._stream_loop.call_soon(self._flush_gathered)
-        else:
-            self._flush()
-
-    def _flush_gathered(self) -> None:
-        self._out_scheduled = False
-        if self._out:
-            self._flush()
-
-    def _flush(self) -> None:
-        out, self._out = self._out, []
-        total, self._out_bytes = self._out_bytes, 0
-        if self._transport.is_closing():
-            return
-        if len(out) == 1:
-            self._transport.write(out[0])
-        elif total <= JOIN_BYTES:
-            self._transport.write(b"".join(out))
-        else:
-            self._transport.writelines(out)
-
-    def _end(self, reason: str, logged: bool = False) -> None:
-        """Close the connection once.
-
-        Callers get `reason`; with `logged`, for a peer's fault, the log gets it too.
-        """
-        if self._ended:
-            return
-        self._ended = reason
-        self._reader.stalled = True
-        if logged:
-            self._log_end(reason)
-        if self._out:
-            self._flush()
-        self._transport.close()
-        self._on_end(reason)
-
-    def _log_end(self, reason: str) -> None:
-        """Log that the connection ends by the peer's fault."""
-        _log.warning("connection with %s ended: %s", self._who(), reason)
-
-    def abandon(self, reason: str) -> None:
-        """Close the connection, if it was made at all."""
-        if self._transport is not None:
-            self._end(reason)
-
-    async def _closed(self, timeout_s: float) -> None:
-        """Wait until everything written has been sent; after timeout_s drop the rest."""
-        await asyncio.wait([self._gone], timeout=timeout_s)
-        if not self._gone.done():
-            self._transport.abort()
-            await self._gone
-
-    def _member(self, identity: TlsIdentity, *, as_server: bool) -> str:
-        """Return the peer's member name from its certificate, and watch the certificate from now on.
-
-        Returns "" if the peer presented none. AccessDenied, StaleIdentity: the certificate is refused.
-        """
-        member = member_of(self._transport.get_extra_info("peercert"), identity.pool_id)
-        if member:
-            identity.admit(member, as_server=as_server)
-            identity.watch(self, member)
-        return member
-
-    def revoked(self, error: NvpoolError) -> None:
-        self._end(str(error), logged=True)
-
-    def _turned_away(self, error: NvpoolError) -> None:
-        """Called when one side's certificate was refused."""
-
-    def _who(self) -> str:
-        raise NotImplementedError
-
-    def _deliver(
-        self, kind: int, code: int, number: int, deadline_ms: int, message: bytes, payload: memoryview
-    ) -> None:
-        raise NotImplementedError
-
-    def _place(self, kind: int, number: int, payload_bytes: int) -> memoryview | None:
-        return None
-
-    def _on_end(self, reason: str) -> None:
-        raise NotImplementedError
+    Returns "" if the peer presented none. AccessDenied, StaleIdentity: the certificate is refused.
+    """
+    member = member_of(connection.frames.transport.get_extra_info("peercert"), identity.pool_id)
+    if member:
+        identity.admit(member, as_server=as_server)
+        identity.watch(connection, member)
+    return member
 
 
-class StreamConnection(ReplyFastPath, _End, ClientConnection):
+class StreamConnection(ClientConnection, asyncio.BufferedProtocol):
     """Client end, made by the transports' `connect`."""
+
+    upgraded = False
+    """Whether replies may arrive by another path than the frames; see rpc/transports/rdma."""
 
     def __init__(
         self,
@@ -251,8 +91,11 @@ class StreamConnection(ReplyFastPath, _End, ClientConnection):
         identity: TlsIdentity | None = None,
     ) -> None:
         """With `identity` the connection uses TLS."""
-        ClientConnection.__init__(self, loop, Peer(endpoint, endpoint, local), clock)
-        _End.__init__(self, loop)
+        super().__init__(loop, Peer(endpoint, endpoint, local), clock)
+        self.frames = FrameStream(loop, self)
+        # Attributes, because each method would cost a call per receive.
+        self.get_buffer = self.frames.reader.get_buffer  # type: ignore[method-assign]  # see above
+        self.buffer_updated = ReplyFastPath(self, self.frames).receive  # type: ignore[method-assign]  # see above
         self._greeting = greeting
         self._identity = identity
         self.offers: tuple[str, ...] = ()
@@ -260,21 +103,21 @@ class StreamConnection(ReplyFastPath, _End, ClientConnection):
         self.greeted: asyncio.Future[None] = loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
+        self.frames.made(transport)
         self._linger(False)
         if self._identity is not None:
             try:
-                self.peer = self.peer._replace(member=self._member(self._identity, as_server=True))
+                self.peer = self.peer._replace(member=_certified_member(self, self._identity, as_server=True))
             except NvpoolError as error:
                 self._refused(type(error)(f"{self.peer.address}: {error}"))
                 return
-        self._send(pack_head(HELLO, 0, 0, 0, encode_hello(self._greeting), 0), (), 0, gather=False)
+        self.frames.send(pack_head(HELLO, 0, 0, 0, encode_hello(self._greeting), 0), (), 0, gather=False)
 
-    def _deliver(
+    def deliver(
         self, kind: int, code: int, number: int, deadline_ms: int, message: bytes, payload: memoryview
     ) -> None:
         if kind == REPLY and self.greeted.done():
-            self._answered(number, code, message, payload)
+            self.answered(number, code, message, payload)
         elif kind == HELLO and not self.greeted.done():
             if code:
                 self._refused(decode_error(code, message))
@@ -293,11 +136,12 @@ class StreamConnection(ReplyFastPath, _End, ClientConnection):
     def _refused(self, error: NvpoolError) -> None:
         if not self.greeted.done():
             self.greeted.set_exception(error)
-        self._end(str(error))
+        self.frames.end(str(error))
 
-    _turned_away = _refused
+    def turned_away(self, error: NvpoolError) -> None:
+        self._refused(error)
 
-    def _place(self, kind: int, number: int, payload_bytes: int) -> memoryview | None:
+    def place(self, kind: int, number: int, payload_bytes: int) -> memoryview | None:
         return self._into(number, payload_bytes)
 
     def _send_request(
@@ -309,28 +153,46 @@ class StreamConnection(ReplyFastPath, _End, ClientConnection):
         payload: Sequence[Buffer],
         payload_bytes: int,
     ) -> None:
-        self._send(
+        self.frames.send(
             pack_head(REQUEST, method, number, deadline_ms, message, payload_bytes),
             payload,
             payload_bytes,
-            len(self._in_flight) >= GATHER_IN_FLIGHT,
+            len(self.in_flight) >= GATHER_IN_FLIGHT,
         )
 
     def _send_cancel(self, number: int) -> None:
-        self._reader.abandon(number)
-        self._send(pack_head(CANCEL, 0, number, 0, b"", 0), (), 0, gather=True)
+        self.frames.reader.abandon(number)
+        self.frames.send(pack_head(CANCEL, 0, number, 0, b"", 0), (), 0, gather=True)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.frames.lost(error)
+        # Without the fast path, which refers to this connection: a reference cycle would keep it.
+        self.buffer_updated = self.frames.receive  # type: ignore[method-assign]  # see __init__
+
+    def eof_received(self) -> None:
+        self.frames.end("the other side has closed the connection")
+
+    def revoked(self, error: NvpoolError) -> None:
+        self.frames.end(str(error), logged=True)
+
+    def abandon(self, reason: str) -> None:
+        """Close the connection, if it was made at all."""
+        self.frames.abandon(reason)
 
     def pause_writing(self) -> None:
-        self._writable = False
+        self.writable = False
 
     def resume_writing(self) -> None:
-        self._writable = True
-        self._pump()
+        self.writable = True
+        self.pump()
 
-    def _who(self) -> str:
+    def peer_text(self) -> str:
         return self.peer.name
 
-    def _on_end(self, reason: str) -> None:
+    def log_end(self, reason: str) -> None:
+        _log.warning("connection with %s ended: %s", self.peer_text(), reason)
+
+    def on_end(self, reason: str) -> None:
         if not self.greeted.done():
             plain = self._identity is None and not self.peer.local
             self.greeted.set_exception(
@@ -347,8 +209,8 @@ class StreamConnection(ReplyFastPath, _End, ClientConnection):
 
     async def close(self) -> None:
         self._linger(True)
-        self._end("closed here")
-        await self._closed(timeout_s=1.0)
+        self.frames.end("closed here")
+        await self.frames.wait_closed(timeout_s=1.0)
 
     def _linger(self, wanted: bool) -> None:
         """Set whether the kernel continues to send after this end is closed.
@@ -356,109 +218,141 @@ class StreamConnection(ReplyFastPath, _End, ClientConnection):
         Not wanted if this process dies: a write that arrives seconds later, after lost packets, could
         overwrite what the successor of this process has written there since.
         """
-        sock = self._transport.get_extra_info("socket")
+        sock = self.frames.transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX and sock.fileno() >= 0:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", not wanted, 0))
 
 
-class StreamServed(RequestFastPath, _End, ServerConnection):
+class StreamServed(ServerConnection, asyncio.BufferedProtocol):
     """Server end of one connection."""
 
-    def __init__(self, listener: StreamListener) -> None:
-        ServerConnection.__init__(
-            self,
+    def __init__(
+        self, listener: StreamListener, *, known_peer: Peer | None = None, answers_later: bool = True
+    ) -> None:
+        """With `known_peer` the transport and its certificate are not asked who the peer is.
+
+        `answers_later`: the handler's fast path may answer a request later, in a frame of this connection. A
+        derived class that may send replies by another path does not allow it.
+        """
+        super().__init__(
             listener.handler,
-            Peer("somebody", "", listener.local),
+            known_peer or Peer("somebody", "", listener.local),
             listener.clock,
             transport="stream+unix" if listener.local else "stream",
         )
-        _End.__init__(self, listener.loop)
+        self.frames = FrameStream(listener.loop, self)
+        self.requests = RequestFastPath(
+            self,
+            self.frames,
+            getattr(listener.handler, "fast_path", None),
+            self if answers_later else None,
+        )
+        # Attributes, because each method would cost a call per receive.
+        self.get_buffer = self.frames.reader.get_buffer  # type: ignore[method-assign]  # see above
+        self.buffer_updated = self.requests.receive  # type: ignore[method-assign]  # see above
+        self.greeted = False
+        self.entered: Share | None = None
+        """Part of the peer's limits that this connection uses, also if they count only the connection."""
         self._listener = listener
-        self.fast_path = getattr(listener.handler, "fast_path", None)
-        # A derived class may send replies by another path.
-        self._later = self if type(self) is StreamServed else None
+        self._knows_peer = known_peer is not None
         self._hello_timer: asyncio.TimerHandle | None = None
-        self._greeted = False
-        self._entered: Share | None = None
         self._held_back = False
+        self._writing_paused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self.peer = with_address(self.peer, transport)
+        self.frames.made(transport)
+        if not self._knows_peer:
+            self.peer = with_address(self.peer, transport)
         connections = self._listener.connections
         connections.add(self)
-        self._hello_timer = self._stream_loop.call_later(HELLO_S, self._end, "no greeting came", True)
+        self._hello_timer = self.frames.loop.call_later(HELLO_S, self.frames.end, "no greeting came", True)
         try:
-            if self._listener.identity is not None:
-                self.peer = self.peer._replace(member=self._member(self._listener.identity, as_server=False))
-            self._entered = share = self._listener.limits.enter(self, self.peer, self._listener.greeting.name)
+            identity = self._listener.identity
+            if identity is not None and not self._knows_peer:
+                self.peer = self.peer._replace(member=_certified_member(self, identity, as_server=False))
+            self.entered = share = self._listener.limits.enter(self, self.peer, self._listener.greeting.name)
         except NvpoolError as error:
             self._refuse(error)
             return
         if share.limited:
-            self._share = share
-            self._reader.admit = self._admit
-            self._transport = MeteredTransport(cast("asyncio.Transport", transport))
+            self.share = share
+            self.frames.reader.admit = self._admit
+            self.frames.transport = MeteredTransport(cast("asyncio.Transport", transport))
 
     def _refuse(self, error: NvpoolError) -> None:
         code, message = encode_error(error)
-        self._send(pack_head(HELLO, code, 0, 0, message, 0), (), 0, gather=False)
+        self.frames.send(pack_head(HELLO, code, 0, 0, message, 0), (), 0, gather=False)
         # The limits module logs Busy, at a bounded rate.
-        self._end(str(error), logged=not isinstance(error, Busy))
+        self.frames.end(str(error), logged=not isinstance(error, Busy))
 
-    def _place(self, kind: int, number: int, payload_bytes: int) -> None:
+    def place(self, kind: int, number: int, payload_bytes: int) -> None:
         if kind != REQUEST:
             raise CorruptFrame(f"a frame of kind {kind} with a payload")
 
     def _admit(self, kind: int, count: int) -> bool:
-        if kind != REQUEST or not self._greeted:
+        if kind != REQUEST or not self.greeted:
             raise CorruptFrame(f"a frame of kind {kind} with {count} bytes out of place")
-        return self._share is None or self._share.admit(count)
+        return self.share is None or self.share.admit(count)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.frames.lost(error)
+
+    def eof_received(self) -> None:
+        self.frames.end("the other side has closed the connection")
+
+    def revoked(self, error: NvpoolError) -> None:
+        self.frames.end(str(error), logged=True)
+
+    def turned_away(self, error: NvpoolError) -> None:
+        """Do nothing but end, as after every loss of the connection."""
 
     # -- interface that limits need of a connection: rpc/peer_limits.LimitedConnection
 
     def unfinished(self) -> tuple[bytes, int] | None:
-        return self._reader.unfinished() if self._greeted else None
+        return self.frames.reader.unfinished() if self.greeted else None
 
     def unsent(self) -> tuple[int, int]:
-        transport = self._transport
+        transport = self.frames.transport
         sent = transport.sent if isinstance(transport, MeteredTransport) else 0
         return transport.get_write_buffer_size(), sent
 
     def hold_back(self) -> None:
         self._held_back = True
-        self._stop_reading()
+        self.frames.pause_reading()
 
     def go_on(self) -> None:
         self._held_back = False
         self._room()
 
-    def cut_off(self, reason: str) -> None:
-        self._end(reason)
-        self._transport.abort()
+    def take_turn(self) -> None:
+        self.requests.take_turn()
 
-    def _deliver(
+    def cut_off(self, reason: str) -> None:
+        self.frames.end(reason)
+        self.frames.transport.abort()
+
+    def deliver(
         self, kind: int, code: int, number: int, deadline_ms: int, message: bytes, payload: memoryview
     ) -> None:
-        if kind == REQUEST and self._greeted:
-            self._arrived(number, code, deadline_ms, message, payload)
-            if self._overfull or (self._share is not None and not self._share.takes_turn()):
-                self._stop_reading()
-        elif kind == CANCEL and self._greeted:
+        if kind == REQUEST and self.greeted:
+            self.arrived(number, code, deadline_ms, message, payload)
+            if self._overfull or (self.share is not None and not self.share.takes_turn()):
+                self.frames.pause_reading()
+        elif kind == CANCEL and self.greeted:
             self.cancel_request(number)
             self._pause_after_turn()
-        elif kind == HELLO and not self._greeted:
+        elif kind == HELLO and not self.greeted:
             greeting = self._listener.greeting
             try:
                 hello = check_hello(message, greeting)
             except ProtocolMismatch as error:
                 self._refuse(error)
                 return
-            self._greeted = True
+            self.greeted = True
             if self._hello_timer is not None:
                 self._hello_timer.cancel()
             self.peer = self.peer._replace(name=hello.name)
-            self._send(
+            self.frames.send(
                 pack_head(HELLO, 0, 0, 0, encode_hello(greeting, self._offers()), 0), (), 0, gather=False
             )
         else:
@@ -466,15 +360,15 @@ class StreamServed(RequestFastPath, _End, ServerConnection):
 
     def _pause_after_turn(self) -> None:
         """Stop reading if the time slice of the peer has ended; frames other than requests count too."""
-        if self._share is not None and not self._share.takes_turn():
-            self._stop_reading()
+        if self.share is not None and not self.share.takes_turn():
+            self.frames.pause_reading()
 
-    def _log_end(self, reason: str) -> None:
-        self._log_fault(logging.WARNING, f"connection with {self._who()} ended: {reason}")
+    def log_end(self, reason: str) -> None:
+        self._log_fault(logging.WARNING, f"connection with {self.peer_text()} ended: {reason}")
 
     def _log_fault(self, level: int, text: str) -> None:
         """Log a fault of the peer; at a bounded rate unless the peer is trusted."""
-        if self._entered is not None and not self._entered.limited:
+        if self.entered is not None and not self.entered.limited:
             _log.log(level, "%s", text)
         else:
             self._listener.limits.log(f"fault {level}", text, level)
@@ -485,51 +379,49 @@ class StreamServed(RequestFastPath, _End, ServerConnection):
     def _send_answer(
         self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int
     ) -> None:
-        if not self._ended:
-            self._send(
+        if not self.frames.ended:
+            self.frames.send(
                 pack_head(REPLY, status, number, 0, message, payload_bytes),
                 payload,
                 payload_bytes,
-                len(self._in_work) >= GATHER_IN_FLIGHT,
+                len(self.in_work) >= GATHER_IN_FLIGHT,
             )
 
     # Reading is paused while responses are not taken; otherwise unsent responses would grow without bound.
 
     def pause_writing(self) -> None:
         self._writing_paused = True
-        self._stop_reading()
+        self.frames.pause_reading()
 
     def resume_writing(self) -> None:
         self._writing_paused = False
         self._room()
 
-    _writing_paused = False
-
     def _room(self) -> None:
-        if self._may_read and (self._share is None or not self._share.queued):
-            self._go_on_reading()
+        if self.may_read and (self.share is None or not self.share.queued):
+            self.frames.resume_reading()
 
     @property
-    def _may_read(self) -> bool:
-        return not (self._writing_paused or self._overfull or self._held_back or self._ended)
+    def may_read(self) -> bool:
+        return not (self._writing_paused or self._overfull or self._held_back or self.frames.ended)
 
-    def _who(self) -> str:
+    def peer_text(self) -> str:
         return f"{self.peer.name} at {self.peer.address}"
 
-    def _on_end(self, reason: str) -> None:
+    def on_end(self, reason: str) -> None:
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         self._listener.connections.discard(self)
-        self._client_gone()
-        if self._entered is not None:
-            self._entered.leave()
-        if self._transport.get_write_buffer_size():  # the peer may never take it
-            self._stream_loop.call_later(GOODBYE_S, self._transport.abort)
+        self.client_gone()
+        if self.entered is not None:
+            self.entered.leave()
+        if self.frames.transport.get_write_buffer_size():  # the peer may never take it
+            self.frames.loop.call_later(GOODBYE_S, self.frames.transport.abort)
 
     async def drain(self, drain_s: float) -> None:
         await self._drained(drain_s)
-        self._end("the server is closing")
-        await self._closed(timeout_s=1.0)
+        self.frames.end("the server is closing")
+        await self.frames.wait_closed(timeout_s=1.0)
 
 
 class StreamListener:

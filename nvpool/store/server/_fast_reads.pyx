@@ -456,15 +456,15 @@ cdef class FastReads:
                 except Exception as error:  # a bug: other waiting reads must still be answered
                     self._loop.call_exception_handler({"message": "a read of a store has failed", "exception": error})
             for side in sides:
-                if side._out:
-                    side._flush()
-                if side._on_idle is not None and not side._in_work:
-                    side._on_idle()
+                if side.frames.out:
+                    side.frames.flush()
+                if side.on_idle is not None and not side.in_work:
+                    side.on_idle()
 
     cdef int _ended(self, ColdRead one, int result, list sides) except -1:
         cdef object side = one.side
         cdef Py_ssize_t length
-        del side._in_work[one.number]
+        del side.in_work[one.number]
         if side not in sides:
             sides.append(side)
         if (result != <int>one.length or one.epoch != self.epoch or self._store.fenced_because or self._store.closed
@@ -474,24 +474,24 @@ cdef class FastReads:
             self._otherwise(one)
             return 0
         self._reader.missed_count += 1
-        self._count(side._reply_stats, one.length, self._now_s() - one.since_s)
+        self._count(side.reply_stats, one.length, self._now_s() - one.since_s)
         if type(one.reply) is LargeReply:
-            side._out.append(memoryview(one.reply))
-            side._out_bytes += (<LargeReply>one.reply).length
+            side.frames.out.append(memoryview(one.reply))
+            side.frames.out_bytes += (<LargeReply>one.reply).length
         elif one.is_direct:
             length = get32(<const uint8_t *>PyBytes_AS_STRING(one.reply) + one.start + 16) + HEADER_BYTES + one.length
-            side._out.append(memoryview(one.reply)[one.start:one.start + length])
-            side._out_bytes += length
+            side.frames.out.append(memoryview(one.reply)[one.start:one.start + length])
+            side.frames.out_bytes += length
         else:
-            side._out.append(one.reply)
-            side._out_bytes += PyBytes_GET_SIZE(one.reply)
+            side.frames.out.append(one.reply)
+            side.frames.out_bytes += PyBytes_GET_SIZE(one.reply)
         return 0
 
     cdef int _otherwise(self, ColdRead one) except -1:
         """Pass the read to the slow path as if it arrived now; the slow path reports any error."""
         cdef double left_s = one.since_s + one.deadline_ms / 1000.0 - self._now_s()
-        one.side._reply_stats.begun -= 1
-        one.side._arrived(one.number, method_key, max(0, int(left_s * 1000)),
+        one.side.reply_stats.begun -= 1
+        one.side.arrived(one.number, method_key, max(0, int(left_s * 1000)),
                           PyBytes_FromStringAndSize(<const char *>one.message, REQUEST_BYTES), EMPTY)
         return 0
 
@@ -505,7 +505,7 @@ cdef class FastReads:
         self._waits = {}
         for one in waits:
             if not one.cancelled:
-                del one.side._in_work[one.number]
+                del one.side.in_work[one.number]
                 self._otherwise(one)
 
     def close(self):

@@ -19,7 +19,7 @@ from nvpool.core.errors import Bug
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.error_codec import decode_error
 from nvpool.rpc.handshake import encode_hello
-from nvpool.rpc.peer_limits import Bounds, Limits, MeteredTransport
+from nvpool.rpc.peer_limits import Bounds, Limits
 from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.transports.frame import CANCEL, HEADER, HEADER_BYTES, HELLO, REPLY, REQUEST, pack_head
 from nvpool.rpc.transports.stream import StreamListener, StreamServed
@@ -106,25 +106,6 @@ class _Transport:
         self._taken(b"".join(pieces))
 
 
-class _FuzzServed(StreamServed):
-    """Server side of a connection with a given peer."""
-
-    def __init__(self, listener: StreamListener, peer: Peer) -> None:
-        super().__init__(listener)
-        self._given_peer, self._later = peer, self
-
-    def connection_made(self, transport) -> None:
-        super().connection_made(transport)
-        self.peer = self._given_peer
-        if self._entered is not None:
-            self._entered.leave()
-        self._entered = share = self._listener.limits.enter(self, self.peer, "fuzz")
-        self._share = share if share.limited else None
-        if share.limited and not isinstance(self._transport, MeteredTransport):
-            self._transport = MeteredTransport(self._transport)
-        self._reader.admit = self._admit if share.limited else None
-
-
 class Wire:
     """One connection of a peer with a service. `answers`: number of request -> (status, message)."""
 
@@ -149,14 +130,14 @@ class Wire:
         self.open_ones.clear()
         self._coming.clear()
         self._transport = _Transport(self._taken, self._go_on)
-        self._served = _FuzzServed(self._listener, self._peer)
-        self._served.fast_path = self._fast_path
+        self._served = StreamServed(self._listener, known_peer=self._peer)
+        self._served.requests.answer = self._fast_path
         self._served.connection_made(self._transport)
         self.give(pack_head(HELLO, 0, 0, 0, encode_hello(Greeting("fuzz")), 0))
 
     def fast_path(self, answer: Any) -> None:
         """Set the fast path with which the service replies without a Call, on this and later connections."""
-        self._fast_path = self._served.fast_path = answer
+        self._fast_path = self._served.requests.answer = answer
 
     def hang_up(self) -> None:
         self._served.eof_received()

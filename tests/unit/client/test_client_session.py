@@ -240,7 +240,7 @@ def test_last_refusal_of_a_shard_is_in_the_error(question):
             for listener in case.pool.listeners.values():
                 if listener.handler == handle:
                     for served in listener.connections:
-                        served._handler = lambda call: call.fail(Busy("shard 1 has no room just now"))
+                        served.handler = lambda call: call.fail(Busy("shard 1 has no room just now"))
             with pytest.raises(Unavailable, match="shard 1 has no room just now"):
                 await (
                     case.vfs.lookup(ROOT_INODE, b"x")
@@ -455,7 +455,7 @@ def test_change_with_a_lost_reply_is_made_once():
             for listener in case.pool.listeners.values():
                 if listener.handler == handle:
                     for served in listener.connections:
-                        served._handler = losing
+                        served.handler = losing
             attr = await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
             assert lost and (await case.vfs.lookup(ROOT_INODE, b"d")).inode == attr.inode
 

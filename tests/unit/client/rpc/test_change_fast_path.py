@@ -300,7 +300,7 @@ def test_requests_of_a_silent_primary_go_to_its_successor(asked):
         async with case(InProcessPool(serves_map=True)) as here:
             pool = here.pool
             for served in pool.listeners["meta", 1].connections:
-                served._handler = lambda call: None
+                served.handler = lambda call: None
             if asked == "begun":
                 completion = here.create(b"f")
                 assert completion.begun

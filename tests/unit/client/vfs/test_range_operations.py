@@ -406,7 +406,7 @@ async def test_many_extents_need_few_messages(pool, vfs):
         for listener in pool.listeners.values():
             if listener.handler == service.handle:
                 for served in listener.connections:
-                    served._handler = counting
+                    served.handler = counting
     places, at = [], 0
     while True:
         try:

@@ -101,8 +101,8 @@ class Wire:
         self.connection = connection
         self.hold = False
         self.sent: list[bytes] = []
-        self._transport = connection._transport
-        connection._transport = self
+        self._transport = connection.frames.transport
+        connection.frames.transport = self
 
     def write(self, frame) -> None:
         self.sent.append(bytes(frame))
@@ -114,7 +114,7 @@ class Wire:
 
     def answer(self, message: bytes, status: int = 0) -> None:
         """Answer the newest request."""
-        self.connection._answered(max(self.connection._in_flight), status, message, EMPTY)
+        self.connection.answered(max(self.connection.in_flight), status, message, EMPTY)
 
 
 class Case:
@@ -235,7 +235,7 @@ def test_write_and_report_frames_and_accounting(length, way):
         handle, wire = await here.begin()
         file, chunks = handle.file, here.vfs.chunks
         meta = Wire(here.meta)
-        slot, sequence, number = chunks.slots[-1], chunks.sequence + 1, wire.connection._number + 1
+        slot, sequence, number = chunks.slots[-1], chunks.sequence + 1, wire.connection.number + 1
         before = here.accounting(handle)
         assert here.vfs.write_now(handle, 0, content, 77)
         # the kernel may be answered now
@@ -307,7 +307,7 @@ def test_write_and_report_frames_and_accounting(length, way):
         assert after["changes"] == before["changes"] + 1 and after["counted"] == before["counted"] + 1
         assert after["file changes"] == before["file changes"] + 2  # the write, and its attributes
         assert bytes(await here.vfs.read(handle, 0, 1 << 16)) == content
-        assert not wire.connection._in_flight
+        assert not wire.connection.in_flight
         await here.vfs.release(handle)
 
     scene(work)
@@ -366,7 +366,7 @@ def test_bytes_in_flight_to_stores_are_bounded():
         assert here.vfs.writer.in_flight == 60_000 and here.vfs.writer.held_bytes() == 120_000
         for _, wire in handles:
             wire.hold = False
-            while wire.connection._in_flight:
+            while wire.connection.in_flight:
                 wire.answer(encode_write_reply(1, bytes(16)))
         for handle, _ in handles:
             await here.flush(handle)
@@ -450,7 +450,7 @@ def test_lost_connection_is_replaced_and_the_write_replayed():
         assert here.vfs.write_now(handle, 0, content)
         flushed = here.flush(handle)
         assert len(here.kept.writes.valid()) == 1
-        wire.connection._end("lost")
+        wire.connection.abandon("lost")
         await flushed
         assert bytes(await here.vfs.read(handle, 0, 8192)) == content and not here.kept.writes.valid()
         # and for a report
@@ -462,7 +462,7 @@ def test_lost_connection_is_replaced_and_the_write_replayed():
         flushed = here.flush(handle)
         while not meta.sent:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        meta.connection._end("lost")
+        meta.connection.abandon("lost")
         await flushed
         assert handle.file.attr.size == 4096 and here.vfs.meta.counters["changes"] == changes + 1
 
@@ -540,7 +540,7 @@ def test_client_close_fails_the_pending_flush():
         with pytest.raises(Exception, match="closed"):
             await flushed
         assert (
-            not wire.connection._in_flight
+            not wire.connection.in_flight
             and not here.vfs.writer.begun
             and len(here.vfs.chunks.slots) == slots + 1
         )
@@ -570,8 +570,10 @@ def test_bytes_that_the_socket_queues_are_sent_in_order():
             _, handle = await here.vfs.create(ROOT_INODE, b"%d" % number, 0o640, os.O_RDWR | os.O_CREAT, ME)
             made.append((handle, numbers.randbytes(numbers.choice((4096, 32768)))))
         for target in here.pool.pool_map.targets:
-            connection = await here.vfs.chunks.dialer.connect(target.endpoints, SYSTEM_CLOCK.boottime_s() + 5)
-            connection._transport.get_extra_info("socket").setsockopt(
+            connection = await here.vfs.chunks.dialer.connect(
+                target.endpoints, SYSTEM_CLOCK.boottime_s() + 5
+            )
+            connection.frames.transport.get_extra_info("socket").setsockopt(
                 socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
             )
         for handle, content in made:
@@ -622,7 +624,7 @@ def test_crash_journal_has_the_written_bytes():
         ] and left.stored_end == 0
         assert CrashJournal(here.kept).finished() == {99: 9000}
         wire.hold = False
-        wire.connection._end("lost")
+        wire.connection.abandon("lost")
         await here.flush(handle)
 
     scene(work)

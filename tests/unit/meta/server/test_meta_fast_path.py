@@ -56,7 +56,7 @@ class Ordinary(ServerConnection):
 
     def __init__(self, service):
         super().__init__(service.handle, Peer("test", "", True), service.parts.clock)
-        self._reply_stats = ReplyStats()
+        self.reply_stats = ReplyStats()
         self.sent = []
 
     def _send_answer(self, number, status, message, payload, payload_bytes):
@@ -64,7 +64,7 @@ class Ordinary(ServerConnection):
 
     async def ask(self, frame):
         _, method, number, deadline_ms, message, _ = read_head(bytearray(frame), 0, len(frame), 0)
-        self._arrived(number, method, deadline_ms, message, EMPTY)
+        self.arrived(number, method, deadline_ms, message, EMPTY)
         for _ in range(100):
             if self.sent:
                 break
@@ -917,7 +917,7 @@ def test_refusal_of_the_engine_is_answered_and_kept(tmp_path, error):
                 replies,
                 calls,
                 bench.state(),
-                dict(bench.stats.errors) if quick else dict(bench.ordinary._reply_stats.errors),
+                dict(bench.stats.errors) if quick else dict(bench.ordinary.reply_stats.errors),
             )
 
     quick, ordinary = asyncio.run(served(True)), asyncio.run(served(False))

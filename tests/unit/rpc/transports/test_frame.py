@@ -26,8 +26,8 @@ from nvpool.rpc.transports.frame import (
 GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "frames.json").read_text())
 
 HEADS = {"plain": (frames_module.pack_head_plain, frames_module.read_head_plain)}
-if frames_module._frame is not None:
-    HEADS["compiled"] = (frames_module._frame.pack_head, frames_module._read_head_compiled)
+if frames_module.compiled_frame is not None:
+    HEADS["compiled"] = (frames_module.compiled_frame.pack_head, frames_module.read_head_compiled)
 
 
 @pytest.fixture(scope="module", autouse=True, params=HEADS)
@@ -288,9 +288,9 @@ def test_compiled_module_reads_only_inside_its_buffer():
     buffer = bytearray(packed((REQUEST, 1, 1, 1, b"m", b"")))
     for begin, end in ((-1, 32), (2, 33), (0, 31), (0, len(buffer) + 1), (1 << 40, (1 << 40) + 32)):
         with pytest.raises(ValueError):
-            frames_module._frame.read_head(buffer, begin, end, 65536)
+            frames_module.compiled_frame.read_head(buffer, begin, end, 65536)
     with pytest.raises(TypeError):
-        frames_module._frame.read_head(bytes(buffer), 0, 32, 65536)
+        frames_module.compiled_frame.read_head(bytes(buffer), 0, 32, 65536)
 
 
 def test_only_a_single_whole_frame_is_taken_directly():

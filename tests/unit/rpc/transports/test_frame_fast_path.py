@@ -57,11 +57,11 @@ def scene(work) -> None:
         connection = StreamConnection(
             asyncio.get_running_loop(), GREETING, "stream://nowhere:1", False, SYSTEM_CLOCK
         )
-        connection._transport = Socket()
+        connection.frames.transport = Socket()
         receive(connection, pack_head(HELLO, 0, 0, 0, encode_hello(GREETING), 0))
         await connection.greeted
         await work(connection)
-        connection._end("over")
+        connection.abandon("over")
 
     asyncio.run(whole())
 
@@ -119,7 +119,7 @@ def test_replies_complete_in_order_in_parts_of_any_size():
                 b"".join(frames),
                 iter(lambda: numbers.choice((1, 31, 40, 500, 4096, 1 << 17)), None),
             )
-            assert results == wanted and not connection._in_flight and not connection._ended
+            assert results == wanted and not connection.in_flight and not connection.frames.ended
 
     scene(work)
 
@@ -134,8 +134,8 @@ def test_corrupt_reply_ends_the_connection_after_earlier_ones(place):
         receive(connection, reply(first, b"first") + spoiled + reply(third, b"third"))
         assert (
             results[0] == ("a", (b"first", b""), type(None))
-            and connection._ended
-            and connection._transport.closed
+            and connection.frames.ended
+            and connection.frames.transport.closed
         )
         assert sorted(results[1:], key=lambda one: one[0]) == [
             ("b", None, Disconnected),
@@ -160,10 +160,12 @@ def test_requests_of_callbacks_are_sent_together():
             for _ in range(3)
         ]
         await asyncio.sleep(0)
-        connection._transport.written.clear()
+        connection.frames.transport.written.clear()
         receive(connection, b"".join(reply(number, b"%d" % number) for number in asked))
-        assert results == [b"%d" % number for number in asked] and len(connection._transport.written) == 1
-        assert not connection._reading and len(connection._in_flight) == 3
+        assert (
+            results == [b"%d" % number for number in asked] and len(connection.frames.transport.written) == 1
+        )
+        assert not connection.frames.reading and len(connection.in_flight) == 3
 
     scene(work)
 
@@ -189,7 +191,7 @@ def test_callback_may_raise_cancel_or_end_the_connection():
             METHOD,
             b"",
             deadline_s=SYSTEM_CLOCK.boottime_s() + 10,
-            on_done=lambda *_: connection._end("enough"),
+            on_done=lambda *_: connection.abandon("enough"),
         )
         behind = ask(connection, results, "behind")
         receive(connection, reply(last) + reply(behind))
@@ -201,15 +203,15 @@ def test_callback_may_raise_cancel_or_end_the_connection():
 def test_queued_request_is_sent_when_the_socket_is_writable():
     async def work(connection) -> None:
         results = []
-        connection._writable = False
+        connection.writable = False
         waits = ask(connection, results, "waits")
-        connection._writable = True
+        connection.writable = True
         first = ask(connection, results, "first")
-        assert list(connection._waiting) == [waits, first]
-        connection._pump()
-        begun = connection._calls.begun, connection._calls.ended
+        assert list(connection.waiting) == [waits, first]
+        connection.pump()
+        begun = connection.calls.begun, connection.calls.ended
         receive(connection, reply(first) + reply(waits))
         assert [name for name, *_ in results] == ["first", "waits"]
-        assert (connection._calls.begun, connection._calls.ended) == (begun[0], begun[1] + 2)
+        assert (connection.calls.begun, connection.calls.ended) == (begun[0], begun[1] + 2)
 
     scene(work)

@@ -141,11 +141,11 @@ async def test_memory_of_a_peer_that_died_in_a_write_is_not_reused(way, tmp_path
     async with Peer(way, tmp_path) as peer:
         good = (await peer.ask("go", "g", MIB)).payload
         assert good[2:] == b"g" * MIB  # the word itself is 2 bytes, see PEER
-        before = set(peer.connection._rooms.numbers())
+        before = set(peer.connection.rooms.numbers())
         await refused(Disconnected, peer.ask("die", "d", MIB))
         assert peer.connection.closed and not peer.connection.upgraded and before
-        assert peer.connection._rooms.take(4096) is None, "its memory was reused"
-        assert peer.connection._turning.closed, "data can still arrive"
+        assert peer.connection.rooms.take(4096) is None, "its memory was reused"
+        assert peer.connection.turning.closed, "data can still arrive"
         assert good[2:] == b"g" * MIB, "memory with a reader was unmapped"
 
 
@@ -158,12 +158,12 @@ async def test_late_write_of_an_abandoned_connection_is_harmless(way, tmp_path, 
     async with Peer(way, tmp_path / "a" if way == "tcp" else _made(tmp_path / "a")) as peer:
         asked = peer.ask("stop", "x", 8 * MIB, SYSTEM_CLOCK.boottime_s() + 0.3)
         await peer.stopped()
-        (place,) = peer.connection._places.values()
+        (place,) = peer.connection.places.values()
         await refused(DeadlineExceeded, asked)
-        assert list(peer.connection._places.values()) == [place], (
+        assert list(peer.connection.places.values()) == [place], (
             "the buffer is not kept until the store replies"
         )
-        other = peer.connection._rooms.take(8 * MIB)
+        other = peer.connection.rooms.take(8 * MIB)
         assert (other.key, other.offset) != (place.key, place.offset)
         del other, place
         await until(lambda: peer.connection.closed)  # the peer never said that it stopped writing
@@ -190,14 +190,14 @@ async def test_buffer_is_reused_after_the_store_replies(way, tmp_path):
     connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
     number = connection.submit(1, b"", deadline_s=soon(), room=MIB, on_done=lambda *_: None)
     (call,) = await kept.count(1)
-    place = connection._places[number]
+    place = connection.places[number]
     where = place.key, place.offset
     del place
     connection.give_up(number)
-    assert number in connection._places and number in connection._quarantined
-    await until(lambda: number not in connection._places)
-    assert call.cancelled and not connection._quarantined
-    again = connection._rooms.take(MIB)
+    assert number in connection.places and number in connection.quarantined
+    await until(lambda: number not in connection.places)
+    assert call.cancelled and not connection.quarantined
+    again = connection.rooms.take(MIB)
     assert (again.key, again.offset) == where
     call.reply(b"", [bytes(MIB)])  # too late: no data may be written
     await connection.close()
@@ -277,7 +277,7 @@ async def test_lost_completion_ends_the_connection(way, tmp_path, monkeypatch):
         DeadlineExceeded,
         connection.call(1, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 0.2, into=memoryview(mine)),
     )
-    assert not connection.closed and connection._places
+    assert not connection.closed and connection.places
     other = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon(), into=memoryview(bytearray(MIB))))
     await refused(Disconnected, other)
     assert connection.closed and not any(mine), "the caller's memory was written after it was returned"
@@ -294,13 +294,13 @@ async def test_client_that_disconnects_in_a_write_affects_no_other(tmp_path):
         asked = asyncio.ensure_future(
             going.call(1, b"", [bytes(30 * MIB)], deadline_s=soon(), into=memoryview(bytearray(30 * MIB)))
         )
-        await until(lambda: asked.done() or any(served._writing_bytes for served in listener.connections))  # noqa: B023
-        going._transport.abort()
+        await until(lambda: asked.done() or any(served.writing_bytes for served in listener.connections))  # noqa: B023
+        going.frames.transport.abort()
         await asyncio.wait([asked])
         assert asked.exception() is None or isinstance(asked.exception(), Disconnected)
         reply = await staying.call(1, b"", [b"s" * MIB], deadline_s=soon(), into=memoryview(bytearray(MIB)))
         assert reply.payload == b"s" * MIB
-    await until(lambda: not listener.turning._flushes)
+    await until(lambda: not listener.turning.flushes)
     await staying.close()
     await listener.close()
 
@@ -327,14 +327,14 @@ async def test_memory_is_bounded_and_replies_fall_back_to_the_stream(tmp_path, m
     ]
     for number, answer in enumerate(await asyncio.gather(*asked)):
         assert answer.payload == bytes([number]) * MIB == held[number].payload
-    assert connection._rooms._bytes <= 8 * MIB and rdma_buffers._in_process[0] - before <= 8 * MIB
+    assert connection.rooms._bytes <= 8 * MIB and rdma_buffers._in_process[0] - before <= 8 * MIB
     assert 20 * MIB <= connection.placed_bytes < 40 * MIB
     placed = connection.placed_bytes
     larger = await connection.call(1, b"k", deadline_s=soon(), into=memoryview(bytearray(2 * MIB)))
     assert (
         larger.payload == b"k" * MIB and connection.placed_bytes == placed + MIB
     )  # replaces an unused buffer
-    assert connection._rooms._bytes <= 8 * MIB
+    assert connection.rooms._bytes <= 8 * MIB
     await connection.close()
     assert rdma_buffers._in_process[0] < before + MIB
     await listener.close()
@@ -419,10 +419,10 @@ async def test_invalid_messages_end_only_their_connection(tmp_path, caplog):
         (rdma.BEGIN, b"again"),
     ):
         connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
-        connection._say(word, said)
+        connection.say(word, said)
         await until(lambda: connection.closed)  # noqa: B023  awaited immediately
     connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
-    connection._say(rdma.KEY, rdma._KEY.pack(77, 0, 4096, 4096) + bytes(40))
+    connection.say(rdma.KEY, rdma.KEY_HEAD.pack(77, 0, 4096, 4096) + bytes(40))
     assert (await connection.call(1, b"m", [b"p"], deadline_s=soon())).payload == b"p"
     await connection.close()
     await listener.close()
@@ -449,8 +449,8 @@ async def test_forked_child_does_not_use_rdma_of_its_parent(tmp_path):
     child = os.fork()
     if not child:
         reason = ucx.missing()
-        connection._rooms.close()
-        connection._turning.worker.close()
+        connection.rooms.close()
+        connection.turning.worker.close()
         listener.turning.worker.close()
         os._exit(0 if "forked" in reason else 1)
     _, status = os.waitpid(child, 0)  # noqa: ASYNC222  the child ends immediately

@@ -31,7 +31,7 @@ from nvpool.rpc import handshake, peer_limits, transport_registry
 from nvpool.rpc.api import IN_FLIGHT_MAX, Greeting
 from nvpool.rpc.peer_limits import Bounds, Limits
 from nvpool.rpc.transports import stream as stream_transport
-from nvpool.rpc.transports.frame import CANCEL, HEADER, HELLO, REPLY, REQUEST, pack_head
+from nvpool.rpc.transports.frame import CANCEL, HEADER, HELLO, REPLY, REQUEST, FrameReader, pack_head
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.security.tls import PLAIN_TEXT
 from nvpool.testing.contracts.transport import RecordingHandler, echo, refused, soon, until
@@ -406,11 +406,11 @@ async def test_queued_replies_of_an_ended_connection_are_dropped(tmp_path, monke
     listener = await serve(tmp_path, lambda call: call.reply(b"", [bytes(8 << 20)]))
     reader, writer = await raw_client(tmp_path)
     writer.write(pack_head(REQUEST, 1, 1, 9999, b"", 0))
-    await until(lambda: any(end._transport.get_write_buffer_size() for end in listener.connections))
+    await until(lambda: any(end.frames.transport.get_write_buffer_size() for end in listener.connections))
     (end,) = listener.connections
     end.revoked(NotFound("gone"))
     async with asyncio.timeout(20):
-        await asyncio.shield(end._gone)
+        await asyncio.shield(end.frames.gone)
     writer.close()
     await listener.close()
 
@@ -577,7 +577,7 @@ async def test_tcp_connection_detects_a_vanished_host():
     )
     await connection.call(1, b"", deadline_s=soon())
     for end in (connection, *listener.connections):
-        sock = end._transport.get_extra_info("socket")
+        sock = end.frames.transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
@@ -628,11 +628,7 @@ async def test_ended_connection_is_freed_immediately(tmp_path):
         await until(lambda: not listener.connections)
         await asyncio.sleep(0)
         del connection
-        alive = [
-            thing
-            for thing in gc.get_objects()
-            if isinstance(thing, stream_transport.FrameReader) and thing._buffer
-        ]
+        alive = [thing for thing in gc.get_objects() if isinstance(thing, FrameReader) and thing.buffer]
         assert not alive
         await listener.close()
     finally:
@@ -666,8 +662,8 @@ async def test_flooding_client_does_not_starve_others(tmp_path, monkeypatch):
     flooding = [await raw_client(tmp_path) for _ in range(5)]
     other = await connect(tmp_path)
     end = next(end for end in listener.connections if end.peer.name == US.name)
-    end._share.leave()
-    end._entered = end._share = listener.limits.enter(end, end.peer._replace(member="client/other"), "we")
+    end.share.leave()
+    end.entered = end.share = listener.limits.enter(end, end.peer._replace(member="client/other"), "we")
     for _, writer in flooding:
         writer.write(b"".join(pack_head(REQUEST, 1, n, 60_000, b"", 0) for n in range(1, 1001)))
     await until(lambda: order)

@@ -29,11 +29,12 @@ class Later(Ordinary):
 
     def __init__(self, service):
         super().__init__(service)
-        self._out, self._out_bytes = [], 0
+        self.frames = self
+        self.out, self.out_bytes = [], 0
 
-    def _flush(self):
-        self.sent += self._out
-        self._out, self._out_bytes = [], 0
+    def flush(self):
+        self.sent += self.out
+        self.out, self.out_bytes = [], 0
 
 
 class DriveWasQuicker(Exception):
@@ -72,7 +73,7 @@ class Cold:
     async def _said(self, frame):
         ordinary = self.bench.ordinary
         _, method, number, deadline_ms, message, _ = read_head(bytearray(frame), 0, len(frame), 0)
-        ordinary._arrived(number, method, deadline_ms, message, b"")
+        ordinary.arrived(number, method, deadline_ms, message, b"")
         self.waited += not ordinary.sent
         async with asyncio.timeout(60):
             while not ordinary.sent:  # noqa: ASYNC110
@@ -85,7 +86,7 @@ class Cold:
         waiting, out = self.reads.waiting, []
         side = side or self.side
         taken = self.reads.answer(
-            bytearray(b"".join(frames)), sum(map(len, frames)), side._in_work, side._reply_stats, out, side
+            bytearray(b"".join(frames)), sum(map(len, frames)), side.in_work, side.reply_stats, out, side
         )
         assert taken == sum(map(len, frames))
         if out:
@@ -97,8 +98,8 @@ class Cold:
             while self.reads.waiting:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         sent, self.side.sent = list(map(bytes, self.side.sent)), []
-        assert not self.side._in_work and self.store.readings.oldest() == math.inf
-        assert self.side._reply_stats.begun == self.side._reply_stats.ended + self.side._reply_stats.given_up
+        assert not self.side.in_work and self.store.readings.oldest() == math.inf
+        assert self.side.reply_stats.begun == self.side.reply_stats.ended + self.side.reply_stats.given_up
         return sent
 
 
@@ -149,7 +150,7 @@ async def test_uncached_read_gets_the_bytes_of_the_slow_path(cold):
         assert await cold.come() == await cold.expected(frame)
         asked += 1
     assert cold.store.reader.missed_count - missed == asked + cold.waited
-    assert cold.side._reply_stats.by_method[DATA_READ].bytes_out == (asked + 15) * 4096
+    assert cold.side.reply_stats.by_method[DATA_READ].bytes_out == (asked + 15) * 4096
     assert not cold.service.waiting
 
 
@@ -220,7 +221,7 @@ async def test_queued_large_replies_keep_their_memory(cold):
     assert len(kept) == 15
     await cold.expected()
     out, sent = [], bytearray(b"".join(frames[:2]))  # in memory now
-    assert cold.reads.answer(sent, len(sent), {}, cold.side._reply_stats, out, cold.side) == len(sent)
+    assert cold.reads.answer(sent, len(sent), {}, cold.side.reply_stats, out, cold.side) == len(sent)
     assert list(map(bytes, out)) == await cold.expected(*frames[:2])
 
 
@@ -238,10 +239,10 @@ async def test_closed_connection_gets_no_reply_and_keeps_its_memory(cold):
     gone = Later(cold.service)
     cold.begin(*[cold.bench.frame(block, number=block + 1) for block in range(20)], side=gone)
     cold.begin(cold.bench.frame(30, number=1), cold.bench.frame(31, number=2))
-    gone._client_gone()
+    gone.client_gone()
     cold.side.cancel_request(2)
     assert await cold.come() == await cold.expected(cold.bench.frame(30, number=1))
-    assert not gone.sent and gone._reply_stats.given_up == 20 and cold.side._reply_stats.given_up == 1
+    assert not gone.sent and gone.reply_stats.given_up == 20 and cold.side.reply_stats.given_up == 1
 
 
 @with_cold
@@ -252,7 +253,7 @@ async def test_request_number_in_progress_is_refused(cold):
     frame = cold.bench.frame(4, number=5)
     assert (
         cold.reads.answer(
-            bytearray(frame), len(frame), cold.side._in_work, cold.side._reply_stats, [], cold.side
+            bytearray(frame), len(frame), cold.side.in_work, cold.side.reply_stats, [], cold.side
         )
         == 0
     )
@@ -360,7 +361,7 @@ async def test_reads_beyond_the_ring_size_are_left(cold):
     evict(cold.store.device.path)
     sent = bytearray(b"".join(frames))
     out = []
-    taken = cold.reads.answer(sent, len(sent), cold.side._in_work, cold.side._reply_stats, out, cold.side)
+    taken = cold.reads.answer(sent, len(sent), cold.side.in_work, cold.side.reply_stats, out, cold.side)
     assert cold.reads.waiting <= 512 and taken <= len(sent)
     await cold.come()
 

@@ -46,7 +46,7 @@ class DirectService(Ordinary):
             bytearray(frame), 0, len(frame), 0
         )
         assert kind == REQUEST
-        self._arrived(number, method, deadline_ms, message, memoryview(frame)[len(frame) - payload_bytes :])
+        self.arrived(number, method, deadline_ms, message, memoryview(frame)[len(frame) - payload_bytes :])
         return self.sent.pop() if self.sent else None  # the request has to wait
 
 
@@ -58,7 +58,7 @@ class One:
         self.service = StoreService(store, target=1, grant_secret=SECRET, clock=clock)
         self.service.update_map(pool_map(5))
         self.ordinary = DirectService(self.service)
-        self.counters = self.ordinary._reply_stats
+        self.counters = self.ordinary.reply_stats
         self.uses_fast_path = uses_fast_path
         self.taken = 0
         store.allocator.is_used(0)  # the first group of the free map is in memory

@@ -45,7 +45,7 @@ class Ordinary(ServerConnection):
 
     def __init__(self, service):
         super().__init__(service.handle, Peer("test", "", True), service.clock)
-        self._reply_stats = ReplyStats()
+        self.reply_stats = ReplyStats()
         self.sent = []
 
     def _send_answer(self, number, status, message, payload, payload_bytes):
@@ -54,7 +54,7 @@ class Ordinary(ServerConnection):
     def ask(self, frame):
         kind, method, number, deadline_ms, message, _ = read_head(bytearray(frame), 0, len(frame), 0)
         assert kind == REQUEST
-        self._arrived(number, method, deadline_ms, message, EMPTY)
+        self.arrived(number, method, deadline_ms, message, EMPTY)
         return self.sent.pop()
 
 
