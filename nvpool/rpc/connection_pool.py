@@ -122,10 +122,12 @@ class Dialer:
         self._ranks: dict[Endpoints, int] = {}
         """Rank of the transport of each connection in `_live`."""
         self._connecting: dict[Endpoints, _Attempt] = {}
-        self._returning: dict[Endpoints, asyncio.Task[None]] = {}
+        self.returning: dict[Endpoints, asyncio.Task[None]] = {}
+        """Tasks that try to return to a better endpoint."""
         self._retired: dict[Endpoints, list[Connection]] = {}
         self._retiring: set[asyncio.Task[None]] = set()
-        self._shunned: dict[str, float] = {}
+        self.shunned: dict[str, float] = {}
+        """Endpoint that did not answer -> time until which others are tried first."""
         self._closed = False
 
     @property
@@ -230,12 +232,12 @@ class Dialer:
             del self._live[gone]
             self._ranks.pop(gone, None)
         self._live[endpoints], self._ranks[endpoints] = task.result()
-        former = self._returning.pop(endpoints, None)
+        former = self.returning.pop(endpoints, None)
         if former is not None:
             former.cancel()
         if not self._closed and self._better(endpoints):
             returning = asyncio.get_running_loop().create_task(self._return(endpoints))
-            self._returning[endpoints] = returning
+            self.returning[endpoints] = returning
             returning.add_done_callback(lambda done: self._returned(endpoints, done))
 
     async def _make(self, endpoints: Endpoints, attempt: _Attempt) -> tuple[Connection, int]:
@@ -267,12 +269,10 @@ class Dialer:
         except NvpoolError as error:
             now_s = self._clock.boottime_s()
             if now_s - began_s > SLOW_FAILURE_S and not isinstance(error, TooManyOpen):
-                self._shunned = {key: until_s for key, until_s in self._shunned.items() if until_s > now_s}
-                self._shunned[candidate.endpoint] = now_s + (
-                    SHUN_LOCAL_S if candidate.socket_path else SHUN_S
-                )
+                self.shunned = {key: until_s for key, until_s in self.shunned.items() if until_s > now_s}
+                self.shunned[candidate.endpoint] = now_s + (SHUN_LOCAL_S if candidate.socket_path else SHUN_S)
             raise
-        self._shunned.pop(candidate.endpoint, None)
+        self.shunned.pop(candidate.endpoint, None)
         return connection
 
     def _usable(self, endpoints: Endpoints) -> Iterator[_Candidate]:
@@ -308,7 +308,7 @@ class Dialer:
         return sorted(
             (candidate for candidate in self._usable(endpoints) if self._is_there(candidate)),
             key=lambda candidate: (
-                self._shunned.get(candidate.endpoint, 0.0) > now_s,
+                self.shunned.get(candidate.endpoint, 0.0) > now_s,
                 -candidate.transport.rank,
             ),
         )
@@ -368,8 +368,8 @@ class Dialer:
                 break
 
     def _returned(self, endpoints: Endpoints, task: asyncio.Task[None]) -> None:
-        if self._returning.get(endpoints) is task:
-            del self._returning[endpoints]
+        if self.returning.get(endpoints) is task:
+            del self.returning[endpoints]
 
     def _retire(self, endpoints: Endpoints, connection: Connection) -> None:
         self._retired.setdefault(endpoints, []).append(connection)
@@ -396,7 +396,7 @@ class Dialer:
         self._closed = True
         tasks = [
             *(attempt.task for attempt in self._connecting.values()),
-            *self._returning.values(),
+            *self.returning.values(),
             *self._retiring,
         ]
         for task in tasks:

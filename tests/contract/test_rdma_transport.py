@@ -90,7 +90,7 @@ def test_requests_are_counted_for_the_transport_in_use(way, tmp_path, monkeypatc
         for _ in range(3):
             await connection.call(1, b"", [b"x" * 9999], deadline_s=soon())
         assert answered() == [3, 0]
-        next(iter(listener.connections))._failed("for the test")
+        next(iter(listener.connections)).withdraw("for the test")
         for _ in range(2):
             await connection.call(1, b"", [b"x" * 9999], deadline_s=soon())
         assert answered() == [3, 2]

@@ -454,18 +454,19 @@ class RdmaServed(StreamServed):
             elif self._endpoint is not None or word not in (KEY, TRY):  # they may have crossed our FAILED
                 raise CorruptFrame(f"word {word} out of place")
         except (NotSupported, ucx.Error) as error:
-            self._failed(str(error))
+            self.withdraw(str(error))
         except (struct.error, KeyError):
             raise CorruptFrame(f"word {word} cannot be read") from None
 
     def _tried(self, flush: Any) -> None:
         if flush.error:
-            self._failed(flush.error)
+            self.withdraw(flush.error)
         elif not self.frames.ended:
             self._carried_by(RdmaUnixTransport.scheme if self.peer.local else RdmaTransport.scheme)
             self.frames.send(pack_head(HELLO, WORKS, 0, 0, b"", 0), (), 0, gather=False)
 
-    def _failed(self, reason: str) -> None:
+    def withdraw(self, reason: str) -> None:
+        """Continue without RDMA, and give the client and the log the reason."""
         self._log_fault(logging.INFO, f"no RDMA with {self.peer_text()}: {reason}")
         self._unlink()
         if not self.frames.ended:

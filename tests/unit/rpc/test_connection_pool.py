@@ -379,7 +379,7 @@ def test_ended_connection_is_not_used_again(hasty):
         dialer = Dialer(US, transports={"best": best, "good": good})
         worse = await dialer.connect(("best://x", "good://x"), soon())
         await worse.close()
-        await until(lambda: not dialer._returning)
+        await until(lambda: not dialer.returning)
         await dialer.close()
         await listener.close()
 
@@ -397,7 +397,7 @@ def test_unix_socket_is_avoided_for_a_shorter_time(tmp_path, monkeypatch):
             stream = await transport_registry.listen("stream://127.0.0.1:0", SERVER, echo)
             dialer = Dialer(US)
             await dialer.connect((f"stream+unix://{tmp_path}/s", stream.endpoint), soon())
-            (shunned,) = dialer._shunned.values()
+            (shunned,) = dialer.shunned.values()
             assert (
                 shunned
                 <= SYSTEM_CLOCK.boottime_s() + connection_pool.SHUN_LOCAL_S

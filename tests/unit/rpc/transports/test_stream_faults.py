@@ -465,7 +465,7 @@ async def test_payload_in_progress_of_a_client_is_bounded(tmp_path):
 @on_a_loop
 async def test_requests_to_a_stalled_server_end_at_their_deadline(tmp_path):
     async def fault(reader, writer, number):
-        reader._transport.pause_reading()
+        writer.transport.pause_reading()
         await asyncio.sleep(600)
 
     connection, server = await against(tmp_path, fault)
