@@ -96,7 +96,7 @@ class LmdbKv:
         """
         engine = cls(Path(path), options or LmdbOptions(), before_checkpoint, on_replay, on_fence, step)
         try:
-            await engine._start()
+            await engine.start()
         except BaseException:
             await engine.abandon()
             raise
@@ -130,13 +130,14 @@ class LmdbKv:
         self._checkpoint_thread = options.floor.thread("kv-checkpoint")
         self._record_bytes_max = self.options.journal_bytes // 8
         self._directory: EngineDirectory
-        self._journal: Journal
-        self._tree: LmdbTree
+        self.journal: Journal
+        self.tree: LmdbTree
         self._resources = contextlib.ExitStack()
-        """Closes the three above, as far as `_start` has opened them."""
+        """Closes the three above, as far as `start` has opened them."""
         self._release: asyncio.Future[None] | None = None
         self._layer = Layer()
-        self._frozen: Layer | None = None
+        self.frozen: Layer | None = None
+        """Layer that waits for its checkpoint or is being written."""
         self._frozen_sequence = self._frozen_generation = self._frozen_bytes = self._frozen_term = 0
         self._term_before = self._term_began = self._stored_term = 0
         self._sequence = self._synced_sequence = self._stored_sequence = 0
@@ -144,7 +145,8 @@ class LmdbKv:
         self._closed = False
         self._drive_full = ""
         self._limit_adding = self._limit_reclaiming = 0
-        self._entries_max = options.layer_entries_max
+        self.entries_max = options.layer_entries_max
+        """Entries of the layer from which a checkpoint starts; set anew at each checkpoint."""
         self._sync_timer: asyncio.TimerHandle | None = None
         self._checkpoint_timer: asyncio.TimerHandle | None = None
         self._syncing = False
@@ -156,33 +158,34 @@ class LmdbKv:
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
-    async def _start(self) -> None:
+    async def start(self) -> None:
+        """Open the files and replay the journal; called once, by `open`, with errors as there."""
         self._directory = EngineDirectory(self.path)
         self._resources.callback(self._directory.release)
         formatted = self._directory.prepare()
-        self._tree = self.options.floor.tree(self.path, self.options.map_bytes)
-        self._resources.callback(self._tree.close)
+        self.tree = self.options.floor.tree(self.path, self.options.map_bytes)
+        self._resources.callback(self.tree.close)
         sequence, generation, term = self._stored_mark(formatted)
-        self._journal = self.options.floor.journal(self.path, self.options.journal_bytes)
-        self._resources.callback(self._journal.close)
+        self.journal = self.options.floor.journal(self.path, self.options.journal_bytes)
+        self._resources.callback(self.journal.close)
         # A crash leaves records in the generation after the stored one and, if it happened between a freeze
         # and its commit, in the next one too. Starting above both makes all remaining records in the files
         # invalid.
         records: list[JournalRecord] = []
         for replayed in (generation + 1, generation + 2):
-            for record in self._journal.replay(replayed, sequence):
+            for record in self.journal.replay(replayed, sequence):
                 records.append(record)
                 sequence, term = record.sequence, record.term
         records, sequence, term = self._chosen(records, Mark(sequence, generation, term))
         changes = [record.effects for record in records]
         self._replayed_count = len(changes)
         if changes and self._on_replay is not None:
-            changes = self._on_replay(changes, self._tree.get)
+            changes = self._on_replay(changes, self.tree.get)
         for effects in changes:
             self._layer.values.update(effects)
         self._sequence = self._term_began = sequence
         self._term_before = term
-        self._journal.begin(generation + 2)
+        self.journal.begin(generation + 2)
         if self._replayed_count:
             log.info(
                 "%s: %d changes replayed from the journal, up to %d",
@@ -192,7 +195,7 @@ class LmdbKv:
             )
         await self._checkpoint_once()
         if self._replayed_count:
-            self._tree.renew()  # the checkpoint may have been larger than usual
+            self.tree.renew()  # the checkpoint may have been larger than usual
         if not formatted:
             self._finish_directory()
 
@@ -205,7 +208,7 @@ class LmdbKv:
 
     def _stored_mark(self, formatted: bool) -> Mark:
         """Return the mark of LMDB's content."""
-        mark = self._tree.mark()
+        mark = self.tree.mark()
         if mark is None:
             if formatted:
                 raise CorruptRecord(
@@ -224,15 +227,15 @@ class LmdbKv:
         value = self._layer.values.get(key, _ABSENT)
         if value is not _ABSENT:
             return value
-        if self._frozen is not None:
-            value = self._frozen.values.get(key, _ABSENT)
+        if self.frozen is not None:
+            value = self.frozen.values.get(key, _ABSENT)
             if value is not _ABSENT:
                 return value
-        return self._tree.get(key)
+        return self.tree.get(key)
 
     def get_many(self, keys: list[bytes]) -> list[bytes | None]:
-        newer, older = self._layer.values, self._frozen.values if self._frozen is not None else {}
-        stored = self._tree.get_many([key for key in keys if key not in newer and key not in older])
+        newer, older = self._layer.values, self.frozen.values if self.frozen is not None else {}
+        stored = self.tree.get_many([key for key in keys if key not in newer and key not in older])
         return [newer[key] if key in newer else older[key] if key in older else stored[key] for key in keys]
 
     def scan(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
@@ -249,8 +252,8 @@ class LmdbKv:
         overlay = self._overlay(first, end, forward)
         newer = next(overlay, None)
         if newer is None and forward:
-            return self._tree.read(first, end, limit)
-        with contextlib.closing(self._tree.walk(first, end, forward)) as stored:
+            return self.tree.read(first, end, limit)
+        with contextlib.closing(self.tree.walk(first, end, forward)) as stored:
             for item in stored:
                 if newer is not None:
                     key = item[0]
@@ -275,12 +278,12 @@ class LmdbKv:
         """Yield the pairs that are newer than LMDB, in order; None for a deleted key."""
         values = self._layer.values
         keys = self._layer.ascend(first, end) if forward else self._layer.descend(first, end)
-        if self._frozen is None:
+        if self.frozen is None:
             for key in keys:
                 yield key, values[key]
             return
-        older = self._frozen.values
-        older_keys = self._frozen.ascend(first, end) if forward else self._frozen.descend(first, end)
+        older = self.frozen.values
+        older_keys = self.frozen.ascend(first, end) if forward else self.frozen.descend(first, end)
         previous = None
         for key in heapq.merge(keys, older_keys, reverse=not forward):
             if key != previous:
@@ -291,7 +294,7 @@ class LmdbKv:
 
     def apply(self, effects: Iterable[Effect], *, reclaims: bool = False) -> int:
         changed = checked_effects(effects)
-        journal = self._journal
+        journal = self.journal
         sequence = self._sequence + 1
         record = encode(self.term, journal.generation, sequence, changed)
         if len(record) > self._record_bytes_max:
@@ -321,7 +324,7 @@ class LmdbKv:
             self._checkpoint_timer = self._loop.call_later(
                 self.options.checkpoint_interval_s, self._checkpoint_due
             )
-        if len(values) >= self._entries_max or journal.offset > self.options.journal_bytes // 2:
+        if len(values) >= self.entries_max or journal.offset > self.options.journal_bytes // 2:
             self._relieve()
         return sequence
 
@@ -339,7 +342,7 @@ class LmdbKv:
                         self.options.checkpoint_interval_s, self._checkpoint_due
                     )
                 raise NoSpace(self._drive_full)
-            if self._journal.offset + record_bytes <= self._limit_reclaiming:
+            if self.journal.offset + record_bytes <= self._limit_reclaiming:
                 raise NoSpace(
                     f"the records in {self.path} have reached their configured maximum of "
                     f"{self.options.map_bytes_max} bytes"
@@ -353,35 +356,35 @@ class LmdbKv:
             return
         # Also limited by the pages that LMDB copies: keys scattered over a large tree need more pages.
         # Halved, because layers reach twice this size.
-        self._entries_max = min(self.options.layer_entries_max, max(1, self._tree.write_keys_max // 2))
-        layer_is_full = len(self._layer.values) >= 2 * self._entries_max
+        self.entries_max = min(self.options.layer_entries_max, max(1, self.tree.write_keys_max // 2))
+        layer_is_full = len(self._layer.values) >= 2 * self.entries_max
         self._limit_reclaiming = 0 if layer_is_full else self.options.journal_bytes
         if self._drive_full:
             self._limit_adding = 0
             return
         # A record divided over half-full pages takes twice its bytes. Frozen bytes count until LMDB reports
         # its usage.
-        left = (self.options.map_bytes_max - self._tree.used_bytes) // 2 - self._frozen_bytes
+        left = (self.options.map_bytes_max - self.tree.used_bytes) // 2 - self._frozen_bytes
         self._limit_adding = min(self._limit_reclaiming, left)
 
     def _is_large(self) -> bool:
         return (
-            len(self._layer.values) >= self._entries_max
-            or self._journal.offset > self.options.journal_bytes // 2
+            len(self._layer.values) >= self.entries_max
+            or self.journal.offset > self.options.journal_bytes // 2
         )
 
     def _relieve(self) -> None:
         """Start a checkpoint for a large layer; at twice its size, stop accepting changes."""
-        if self._frozen is None:
+        if self.frozen is None:
             # Immediately: a caller that does not return to the event loop must not fill the new layer too.
             self._freeze()
-            self._start_checkpoint()
-        elif len(self._layer.values) >= 2 * self._entries_max:
+            self.start_checkpoint()
+        elif len(self._layer.values) >= 2 * self.entries_max:
             self._set_limits()
 
     @property
     def full(self) -> bool:
-        return self._frozen is not None and self._is_large()
+        return self.frozen is not None and self._is_large()
 
     async def room(self) -> None:
         self._raise_if_fenced()
@@ -456,7 +459,7 @@ class LmdbKv:
     def _begin_sync(self) -> None:
         # Must stay together: the number, and the files with all changes up to it. Both files, since records
         # of the new generation are useless without those of the previous one.
-        sequence, files = self._sequence, self._journal.take_unsynced()
+        sequence, files = self._sequence, self.journal.take_unsynced()
         self._syncing = True
         self._sync_thread.submit(self._sync_files, sequence, files)
 
@@ -465,7 +468,7 @@ class LmdbKv:
         failure = ""
         try:
             for descriptor in files:
-                self._journal.sync_file(descriptor)
+                self.journal.sync_file(descriptor)
         except OSError as error:
             failure = f"a sync of the journal failed: {error.strerror}"
         self._loop.call_soon_threadsafe(self._sync_ended, sequence, failure)
@@ -499,7 +502,7 @@ class LmdbKv:
 
     async def _checkpoint_more(self) -> None:
         """Wait for the running checkpoint, or run one more."""
-        task = self._start_checkpoint()
+        task = self.start_checkpoint()
         await asyncio.wait((task,))
         self._raise_if_fenced()
         if task.exception() is not None:
@@ -507,9 +510,10 @@ class LmdbKv:
 
     def _checkpoint_due(self) -> None:
         self._checkpoint_timer = None
-        self._start_checkpoint()
+        self.start_checkpoint()
 
-    def _start_checkpoint(self) -> asyncio.Task[None]:
+    def start_checkpoint(self) -> asyncio.Task[None]:
+        """Start a checkpoint unless one runs; return its task."""
         if self._checkpoint_task is None or self._checkpoint_task.done():
             self._checkpoint_task = self._loop.create_task(self._checkpoint_once())
             self._checkpoint_task.add_done_callback(self._checkpoint_ended)
@@ -525,8 +529,8 @@ class LmdbKv:
         if self._closed:
             return
         if error is None:
-            if self._frozen is not None:
-                self._start_checkpoint()
+            if self.frozen is not None:
+                self.start_checkpoint()
             elif self._is_large():
                 self._relieve()  # before the callers that wait for room continue
         elif isinstance(error, NoSpace):
@@ -545,7 +549,7 @@ class LmdbKv:
         error the engine must be fenced.
         """
         self._raise_if_fenced()
-        frozen = self._freeze() if self._frozen is None else self._frozen
+        frozen = self._freeze() if self.frozen is None else self.frozen
         if frozen.values and self._before_checkpoint is not None:
             await self._before_checkpoint()
         if self.history is not None:
@@ -555,14 +559,14 @@ class LmdbKv:
         full = ""
         try:
             try:
-                self._tree.prepare(self._frozen_bytes)
+                self.tree.prepare(self._frozen_bytes)
             except NoSpace as error:
                 full = str(error)
             while not await self._loop.run_in_executor(
-                self._checkpoint_thread, self._tree.write, frozen.values, mark, self._step
+                self._checkpoint_thread, self.tree.write, frozen.values, mark, self._step
             ):
                 # The transaction was discarded; the frozen layer still has everything.
-                self._tree.double_map()
+                self.tree.double_map()
         except NoSpace as error:
             self._drive_full = str(error)
             self._set_limits()
@@ -575,12 +579,12 @@ class LmdbKv:
     def _freeze(self) -> Layer:
         # Must stay together: layer, journal file and numbers change in one step. The other journal file is
         # free, because there is no frozen layer, so its content is in LMDB.
-        frozen = self._frozen = self._layer
+        frozen = self.frozen = self._layer
         self._layer = Layer()
-        self._frozen_sequence, self._frozen_generation = self._sequence, self._journal.generation
+        self._frozen_sequence, self._frozen_generation = self._sequence, self.journal.generation
         self._frozen_term = self.last.term
-        self._frozen_bytes = self._journal.offset
-        self._journal.begin(self._frozen_generation + 1)
+        self._frozen_bytes = self.journal.offset
+        self.journal.begin(self._frozen_generation + 1)
         if self._checkpoint_timer is not None:
             self._checkpoint_timer.cancel()
             self._checkpoint_timer = None
@@ -592,10 +596,10 @@ class LmdbKv:
         # LMDB syncs its commits, so the frozen changes are durable even if the journal is not synced yet.
         self._synced_sequence = max(self._synced_sequence, self._frozen_sequence)
         self._stored_sequence, self._stored_term = self._frozen_sequence, self._frozen_term
-        self._frozen = None
+        self.frozen = None
         self._frozen_bytes = 0
         self._checkpoint_count += 1
-        self._tree.measure()
+        self.tree.measure()
         self._set_limits()
 
     # -- the rest -----------------------------------------------------------------------------------------------------
@@ -605,16 +609,16 @@ class LmdbKv:
         return self._snapshots.begin(first, end)
 
     def statistics(self) -> dict[str, float]:
-        tree = self._tree
+        tree = self.tree
         return {
             "entries": tree.entries,
             "used_bytes": tree.used_bytes,
             "map_bytes": tree.map_bytes,
             "map_bytes_max": self.options.map_bytes_max,
             "file_bytes": tree.file_bytes,
-            "journal_bytes": self._journal.offset,
+            "journal_bytes": self.journal.offset,
             "layer_entries": len(self._layer.values),
-            "frozen_entries": len(self._frozen.values) if self._frozen else 0,
+            "frozen_entries": len(self.frozen.values) if self.frozen else 0,
             "snapshots": len(self._snapshots.live),
             "checkpoints": self._checkpoint_count,
             "syncs": self._sync_count,

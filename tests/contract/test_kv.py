@@ -35,7 +35,7 @@ class LmdbSubject:
         def fail(_descriptor):
             raise OSError(errno.EIO, "asked for by the test")
 
-        self.kv._journal.sync_file = fail
+        self.kv.journal.sync_file = fail
 
     async def close(self):
         await self.kv.abandon()
@@ -130,7 +130,7 @@ class KvMachine(RuleBasedStateMachine):
     def begin_a_checkpoint(self):
         """Leave a checkpoint half-way: later steps run against a frozen memtable."""
         if isinstance(self.kv, LmdbKv):
-            self.kv._start_checkpoint()
+            self.kv.start_checkpoint()
             self.runner.run(asyncio.sleep(0))
 
     @precondition(lambda self: self.snapshot is None)

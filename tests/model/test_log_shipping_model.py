@@ -86,7 +86,7 @@ class ShippingMachine(RuleBasedStateMachine):
     def read_nothing_that_could_be_lost(self):
         """A checkpoint begins, and runs beside the steps that follow."""
         if self.serving:
-            self.members.primary.kv._start_checkpoint()
+            self.members.primary.kv.start_checkpoint()
             self.run(asyncio.sleep(0))
 
     @rule(milliseconds=st.sampled_from([0, 1, 5, 20, 100]))

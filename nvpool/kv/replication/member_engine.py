@@ -51,24 +51,38 @@ class MemberKv(LmdbKv):
         directory = Path(path)
         if begin is not None:
             _empty(directory)
-        engine = cls(directory, options, None, None, on_fence, lambda _step: None)
-        engine._keep, engine._begin, engine._retain_bytes = keep, begin, retain_bytes
+        engine = cls(directory, options, on_fence, keep=keep, begin=begin, retain_bytes=retain_bytes)
         try:
-            await engine._start()
+            await engine.start()
         except BaseException:
             await engine.abandon()
             raise
-        # Set only now, because the remaining changes were checkpointed during the start.
-        engine.history, engine._remembered = engine._remembered, None
         return engine
 
-    _keep: int | None = None
-    _begin: Position | None = None
-    _retain_bytes = RETAIN_BYTES
-    _remembered: ReplicationHistory | None = None
+    def __init__(
+        self,
+        path: Path,
+        options: LmdbOptions,
+        on_fence: Callable[[str], None] | None,
+        *,
+        keep: int | None,
+        begin: Position | None,
+        retain_bytes: int,
+    ) -> None:
+        super().__init__(path, options, None, None, on_fence, lambda _step: None)
+        self._keep = keep
+        self._begin = begin
+        self._retain_bytes = retain_bytes
+        self._remembered: ReplicationHistory | None = None
+
+    async def start(self) -> None:
+        """As LmdbKv.start; then retain the replayed changes."""
+        await super().start()
+        # Set only now, because the remaining changes were checkpointed during the start.
+        self.history, self._remembered = self._remembered, None
 
     def _chosen(self, records: list[JournalRecord], last: Mark) -> tuple[list[JournalRecord], int, int]:
-        mark = self._tree.mark()
+        mark = self.tree.mark()
         base = self._begin or (Position(mark.sequence, mark.term) if mark is not None else Position(0, 0))
         if self._keep is not None:
             if not base.sequence <= self._keep <= last.sequence:
@@ -121,11 +135,11 @@ class MemberKv(LmdbKv):
             raise InvalidRequest(f"change {record.sequence} cannot follow {self._sequence}")
         changed = dict(record.effects)
         self.begin_term(record.term)
-        raw = encode(record.term, self._journal.generation, sequence, changed)
-        if self._journal.offset + len(raw) > self._limit_reclaiming:
+        raw = encode(record.term, self.journal.generation, sequence, changed)
+        if self.journal.offset + len(raw) > self._limit_reclaiming:
             self._refuse(len(raw), reclaims=True)
         try:
-            self._journal.append(raw)
+            self.journal.append(raw)
         except NoSpace:
             raise
         except NvpoolError as error:
@@ -160,7 +174,7 @@ class MemberKv(LmdbKv):
     def stored(self) -> Position:
         """Position of the last change that is in LMDB, or that a running checkpoint may write."""
         history = self.history
-        if self._frozen is not None and (history is None or history.committed >= self._frozen_sequence):
+        if self.frozen is not None and (history is None or history.committed >= self._frozen_sequence):
             return Position(self._frozen_sequence, self._frozen_term)
         return Position(self._stored_sequence, self._stored_term)
 
@@ -177,7 +191,7 @@ class MemberKv(LmdbKv):
     async def finish(self) -> None:
         """Complete the filling: on return the records are durable and the directory is complete. NoSpace,
         Fenced."""
-        wanted = self._checkpoint_count + (1 if self._frozen is None else 2)
+        wanted = self._checkpoint_count + (1 if self.frozen is None else 2)
         while self._checkpoint_count < wanted:
             await self._checkpoint_more()
         self._directory.finish()

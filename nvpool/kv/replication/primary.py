@@ -140,7 +140,7 @@ class Shipping:
         self._history = kv.history
         self._clock = clock
         self._ask = ask
-        self._on_deposed = on_deposed
+        self.on_deposed = on_deposed
         self._options = options
         self._peers: dict[int, _Peer] = {}
         self._woken = False
@@ -231,7 +231,7 @@ class Shipping:
 
     def _depose(self) -> None:
         if not self._closed:
-            self._on_deposed()
+            self.on_deposed()
 
     # -- commits ---------------------------------------------------------------------------------------------
 

@@ -361,7 +361,7 @@ cdef class FastFirstWrites:
         """Whether the store accepts the write and no other target takes part; if so, set its version."""
         cdef uint64_t chain_epoch = 1
         store, kv, replica = self._store, self._kv, self._replica
-        if (store.fenced_because or store.closed or kv._frozen is not None and kv.full or replica.shares or replica.pending
+        if (store.fenced_because or store.closed or kv.frozen is not None and kv.full or replica.shares or replica.pending
                 or self._serving_lease.shared or 0 < <Py_ssize_t>self._device.direct_write_bytes <= r.length):
             return False
         epochs = replica._chain_epochs

@@ -116,10 +116,10 @@ def test_torn_last_record_is_dropped(path, tmp_path):
     async def main():
         async with opened(path) as kv:
             kv.apply([(b"kept", b"1")])
-            start = kv._journal.offset
+            start = kv.journal.offset
             kv.apply([(b"torn", b"2")])
-            end = kv._journal.offset
-            half = kv._journal.generation & 1
+            end = kv.journal.offset
+            half = kv.journal.generation & 1
         whole = (path / f"journal-{half}").read_bytes()
         for at in range(start, end):
             for number, damaged in enumerate(
@@ -148,10 +148,10 @@ def punch(file, first, end):
 def test_records_behind_a_lost_record_never_return(path, hole):
     async def main():
         async with opened(path) as kv:
-            half, ends = kv._journal.generation & 1, [0]
+            half, ends = kv.journal.generation & 1, [0]
             for number in range(5):
                 kv.apply([(b"%d" % number, b"old")])
-                ends.append(kv._journal.offset)
+                ends.append(kv.journal.offset)
         punch(path / f"journal-{half}", ends[hole], ends[hole + 1])  # its page was lost with the power
         expected = {b"%d" % number: b"old" for number in range(hole)}
         for number in range(hole, 5):
@@ -173,7 +173,7 @@ def test_records_behind_a_gap_never_return_in_two_generations(path, tmp_path, ho
         if name == "frozen" and kv is not None:
             for number in range(1, 4):
                 kv.apply([(b"%d" % number, b"old")])
-                ends.append(kv._journal.offset)
+                ends.append(kv.journal.offset)
         if name == "begun" and len(ends) > 1:
             copy(path, copied)  # crashed between a freeze and its commit
 
@@ -182,7 +182,7 @@ def test_records_behind_a_gap_never_return_in_two_generations(path, tmp_path, ho
         async with opened(path, step=step) as kv:
             kv.apply([(b"0", b"old")])
             await kv.checkpoint()
-            half = kv._journal.generation & 1
+            half = kv.journal.generation & 1
         punch(copied / f"journal-{half}", ends[hole], ends[hole + 1])
         expected = {b"%d" % number: b"old" for number in range(hole + 1)}
         for number in range(hole + 1, 4):

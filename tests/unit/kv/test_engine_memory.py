@@ -118,31 +118,31 @@ def test_memtable_size_is_limited_by_the_pages_it_changes(tmp_path, monkeypatch)
     async def main():
         wanted = scattered(20_000, 1)
         async with opened(tmp_path / "kv") as kv:
-            assert kv._entries_max == keys_within(300, 0, 0) // 2 < OPTIONS.layer_entries_max
-            allowed, layers = kv._tree.write_keys_max, []
-            write = kv._tree.write
+            assert kv.entries_max == keys_within(300, 0, 0) // 2 < OPTIONS.layer_entries_max
+            allowed, layers = kv.tree.write_keys_max, []
+            write = kv.tree.write
 
             def seen(values, mark, step):
                 layers.append((len(values), allowed))
                 return write(values, mark, step)
 
-            kv._tree.write = seen
+            kv.tree.write = seen
             for key, value in wanted.items():
                 try:
                     kv.apply([(key, value)])
                 except Busy:
                     await kv.room()
                     kv.apply([(key, value)])
-                allowed = max(kv._tree.write_keys_max, 1)
+                allowed = max(kv.tree.write_keys_max, 1)
             await kv.checkpoint()
-            assert len(layers) > 10 and 60 < kv._entries_max < 300
+            assert len(layers) > 10 and 60 < kv.entries_max < 300
             # A memtable may be frozen by the limit that held before the last write to the tree.
             assert all(
                 size <= max(before, now) for (size, now), (_, before) in zip(layers[1:], layers, strict=False)
             )
             assert dict(everything(kv)) == wanted
         async with opened(tmp_path / "kv", replace(OPTIONS, layer_entries_max=20)) as kv:
-            assert kv._entries_max == 20
+            assert kv.entries_max == 20
 
     run(main())
 
@@ -152,7 +152,7 @@ def test_small_tree_is_limited_by_the_option_alone(tmp_path):
         async with opened(tmp_path / "kv") as kv:
             kv.apply(scattered(3000, 1).items())
             await kv.checkpoint()
-            assert kv._entries_max == OPTIONS.layer_entries_max
+            assert kv.entries_max == OPTIONS.layer_entries_max
 
     run(main())
 
@@ -195,8 +195,8 @@ def test_replay_releases_its_memory(tmp_path):
             for part in range(0, 250_000, 25_000):
                 kv.apply(list(old.items())[part : part + 25_000])
                 await kv.checkpoint()
-            kv._start_checkpoint = lambda: None
-            kv._entries_max = 1_000_000
+            kv.start_checkpoint = lambda: None
+            kv.entries_max = 1_000_000
             for number, key in enumerate(random.Random(2).sample(list(old), 20_000)):
                 kv.apply([(key, b"new"), (b"last", b"%d" % number)])
 

@@ -427,7 +427,7 @@ def test_deposed_primary_acknowledges_nothing(tmp_path):
         await members.quiet()
         old = members.members[0]
         deposed = []
-        old.shipping._on_deposed = lambda: deposed.append(True)
+        old.shipping.on_deposed = lambda: deposed.append(True)
         await members.fail_over()
         assert members.primary.number == 1
         results = []
@@ -510,12 +510,12 @@ def test_standby_without_space_is_taken_out(tmp_path):
         def full(record):
             raise NoSpace("asked for by the test")
 
-        standby.kv._journal.append = full
+        standby.kv.journal.append = full
         await members.acknowledged(of(1))
         assert (
             members.up == set() and members.primary.shipping.states()[1]["reason"] == "asked for by the test"
         )
-        del standby.kv._journal.append
+        del standby.kv.journal.append
         await members.quiet()
         assert everything(standby.kv) == everything(members.primary.kv)
 

@@ -130,7 +130,7 @@ class Bench:
 
     def state(self):
         """All state of the shard, on the drive and in memory."""
-        service, journal = self.service, self.kv._journal
+        service, journal = self.service, self.kv.journal
         sessions = [
             (
                 session.number,

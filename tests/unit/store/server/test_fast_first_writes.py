@@ -603,11 +603,14 @@ def test_fenced_closed_full_or_watched_store_uses_no_fast_path(tmp_path):
 def test_full_index_uses_no_fast_path(tmp_path):
     async def scene():
         async with opened(tmp_path) as one:
-            one.said()
             store = one.store
-            store.kv._freeze()
+            store.kv.start_checkpoint = lambda: None
+            store.kv.entries_max = 1
+            one.said()
+            assert store.kv.frozen is not None
+            del store.kv.start_checkpoint
             assert one.said(inode=2) and one.taken == 2
-            store.kv._entries_max = 1
+            store.kv.entries_max = 1
             assert store.kv.full
             asked = frame(one.clock, inode=3)
             assert one.service.fast_path.answer(bytearray(asked), len(asked), {}, one.counters, []) == 0
