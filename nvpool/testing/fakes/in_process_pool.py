@@ -107,7 +107,8 @@ class InProcessPool:
         self.listeners: dict[tuple[str, int], object] = {}
         self._dialers: list[Dialer] = []
         self.clients: list[Client] = []
-        self._memory: dict[tuple[str, int], object] = {}
+        self.memory: dict[tuple[str, int], object] = {}
+        """Engines and stores in memory by role and number; they outlive the daemons that use them."""
         self._started: set[int] = set()
         self.deaf: set[int] = set()
         """Shards that do not get a new map from the pool; they learn of it from requests. For tests."""
@@ -166,7 +167,7 @@ class InProcessPool:
             await self.hang_up("node", 1, 0.0)
         for dialer in self._dialers:
             await dialer.close()
-        for closing in self._memory.values():
+        for closing in self.memory.values():
             await closing.close()
 
     async def client(
@@ -213,8 +214,8 @@ class InProcessPool:
             await self.change_map(lambda now: primary_began(now, shard, 0))
         self._started.add(shard)
         if self.directory is None:
-            kv = self._memory.get(("meta", shard)) or MemoryKv()
-            self._memory["meta", shard] = kv
+            kv = self.memory.get(("meta", shard)) or MemoryKv()
+            self.memory["meta", shard] = kv
         else:
             from nvpool.kv.engine import LmdbKv, LmdbOptions
 
@@ -270,8 +271,8 @@ class InProcessPool:
         if pool.directory is None:
             from nvpool.store.chunks.memory_store import MemoryChunkStore
 
-            store = pool._memory.get(("target", target)) or MemoryChunkStore(capacity)
-            pool._memory["target", target] = store
+            store = pool.memory.get(("target", target)) or MemoryChunkStore(capacity)
+            pool.memory["target", target] = store
         else:
             path = pool._path("targets", str(target))
             if not _exists(path):

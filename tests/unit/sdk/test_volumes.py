@@ -440,7 +440,7 @@ def test_unused_quota_reservation_is_returned():
         async with pool_and_client() as (pool, fs):
             await fs.volumes.create("v", bytes_max=100_000)
             for target in (1, 2):
-                pool._memory["target", target].fail_writes = [NoSpace("full")] * 10
+                pool.memory["target", target].fail_writes = [NoSpace("full")] * 10
             file = await fs.open("/volumes/v/f", "wb")
             assert await fs.vfs.write(file.handle, 0, b"x" * 120_000) == 100_000
             with pytest.raises(OSError) as found:
@@ -451,7 +451,7 @@ def test_unused_quota_reservation_is_returned():
                     break
                 await asyncio.sleep(0.02)
             for target in (1, 2):
-                pool._memory["target", target].fail_writes = []
+                pool.memory["target", target].fail_writes = []
             shown = await fs.volumes.show("v")
             assert not shown.bytes_reserved, "no client has a reservation"
             other = AsyncFileSystem(await pool.client("other"), ROOT)

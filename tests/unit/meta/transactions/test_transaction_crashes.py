@@ -213,7 +213,7 @@ async def restart(names: CrossShardNames, shard: int, power_lost: bool) -> None:
     if isinstance(kv.kv, MemoryKv):
         if power_lost:
             kv.kv.crash()
-        pool._memory["meta", shard] = kv.kv
+        pool.memory["meta", shard] = kv.kv
     else:
         await kv.kv.abandon()
     await pool.start_shard(shard)

@@ -42,7 +42,7 @@ def dumped(path):
         client = await pool.client()
         await fill(client)
         await dump(client, path)
-        stores.update({key: store for key, store in pool._memory.items() if key[0] == "target"})
+        stores.update({key: store for key, store in pool.memory.items() if key[0] == "target"})
 
     run(main)
     return stores
@@ -51,7 +51,7 @@ def dumped(path):
 def loaded(path, stores=(), look=None):
     async def main():
         pool = InProcessPool()
-        pool._memory.update(stores)
+        pool.memory.update(stores)
         async with pool:
             client = await pool.client()
             found = await load(client, path)

@@ -77,16 +77,16 @@ class Losing:
         """Restart the target as supervisor and manager do."""
         await self.pool.stop_store(target)
         if power:
-            self.pool._memory["target", target].crash()
+            self.pool.memory["target", target].crash()
         await self.change(lambda now: restarted(now, target))
         await self._vouch(target)
         await self.pool.start_store(target)
 
     async def _vouch(self, target: int) -> None:
-        await self.change(lambda now: vouched(now, target, self.pool._memory["target", target].verifier))
+        await self.change(lambda now: vouched(now, target, self.pool.memory["target", target].verifier))
 
     def memory(self) -> list:
-        return [store for (role, _), store in self.pool._memory.items() if role == "target"]
+        return [store for (role, _), store in self.pool.memory.items() if role == "target"]
 
     def head_of(self, handle) -> int:
         return self.pool.pool_map.chain(2, chain_of(handle.inode, 0)).targets[0]
