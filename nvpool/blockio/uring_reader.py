@@ -20,7 +20,7 @@ from nvpool.blockio.api import Outcome, WaitingReader
 from nvpool.core.compiled_loader import load_compiled
 from nvpool.core.errors import Cancelled, DriveFailed, NvpoolError, from_os_error
 
-_uring = load_compiled("nvpool.blockio._uring")
+compiled = load_compiled("nvpool.blockio._uring")
 
 RING_ENTRIES = 512
 AGAIN_S = 0.01
@@ -53,7 +53,7 @@ class UringReader(WaitingReader):
     name = "io_uring"
 
     def __init__(self, ring) -> None:
-        self._ring = ring
+        self.ring = ring
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inside: dict[int, tuple[_RingBatch, int, int, int, int, int]] = {}
         self._outside: deque[tuple[_RingBatch, int, int, int, int, int]] = deque()
@@ -63,10 +63,10 @@ class UringReader(WaitingReader):
     @classmethod
     def probe(cls, fd: int) -> UringReader | None:
         """Return a reader that has successfully read a block through the ring, or None if this fails here."""
-        if _uring is None:
+        if compiled is None:
             return None
         try:
-            ring = _uring.Ring(RING_ENTRIES)
+            ring = compiled.Ring(RING_ENTRIES)
         except OSError:
             return None
         try:
@@ -82,24 +82,24 @@ class UringReader(WaitingReader):
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
-            loop.add_reader(self._ring.fileno, self._completed)
+            loop.add_reader(self.ring.fileno, self._completed)
         batch = _RingBatch(len(offsets), on_done, into)
         waiting = self._outside
         for at, offset in enumerate(offsets):
             waiting.append((batch, at, fd, offset, lengths[at], positions[at]))
         if not self._inside:
-            self._submit()
+            self.submit()
         elif not self._gathering:  # more reads may follow in this loop iteration: submit all with one call
             self._gathering = True
             loop.call_soon(self._gathered)
 
     def _gathered(self) -> None:
         self._gathering = False
-        if self._ring is not None:
-            self._submit()
+        if self.ring is not None:
+            self.submit()
 
-    def _submit(self) -> None:
-        waiting, inside, ring = self._outside, self._inside, self._ring
+    def submit(self) -> None:
+        waiting, inside, ring = self._outside, self._inside, self.ring
         prepared = 0
         while waiting and len(inside) < RING_ENTRIES:
             one = waiting.popleft()
@@ -112,12 +112,12 @@ class UringReader(WaitingReader):
             self._send()
 
     def _send(self) -> None:
-        if self._ring is not None and self._ring.submit():
+        if self.ring is not None and self.ring.submit():
             self._loop.call_later(AGAIN_S, self._send)
 
     def _completed(self) -> None:
         inside = self._inside
-        for token, result in self._ring.reap():
+        for token, result in self.ring.reap():
             batch, at, _, offset, length, _ = inside.pop(token)
             try:
                 batch.ended(at, None if result == length else _failure(result, offset, length))
@@ -126,20 +126,20 @@ class UringReader(WaitingReader):
                     {"message": "what was read was not taken", "exception": error}
                 )
         if self._outside:
-            self._submit()
+            self.submit()
 
     async def close(self) -> None:
         """Wait for the reads in the ring, because the kernel writes into their buffers."""
         outside, self._outside = self._outside, deque()
         for batch, at, *_ in outside:
             batch.ended(at, Cancelled("the reader was closed"))
-        if self._ring is None:
+        if self.ring is None:
             return
         while self._inside:
             await asyncio.sleep(0.001)
-            self._ring.submit()
+            self.ring.submit()
             self._completed()
         if self._loop is not None:
-            self._loop.remove_reader(self._ring.fileno)
-        self._ring.close()
-        self._ring = None
+            self._loop.remove_reader(self.ring.fileno)
+        self.ring.close()
+        self.ring = None

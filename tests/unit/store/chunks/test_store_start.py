@@ -254,16 +254,16 @@ def test_compiled_and_python_loops_find_the_same(tmp_path):
         assert device.read_now(offsets, lengths, positions, one) == [2]
         assert blockio_reader.read_now_plain(device.fd, offsets, lengths, positions, two) == [2]
         assert one[:16384] == two[:16384] == blob[4096:8192] + blob[:4096] + blob[8192:16384]
-        if uring_reader._uring is not None:
+        if uring_reader.compiled is not None:
             with pytest.raises(ValueError):
-                uring_reader._uring.read_now(device.fd, [0], [4096], [1 << 20], one)
+                uring_reader.compiled.read_now(device.fd, [0], [4096], [1 << 20], one)
         await device.close()
 
     asyncio.run(run())
 
 
 def test_threads_read_without_the_compiled_module(tmp_path, monkeypatch):
-    monkeypatch.setattr(uring_reader, "_uring", None)
+    monkeypatch.setattr(uring_reader, "compiled", None)
     create_chunk_store(tmp_path / "t", 1, "pool", 4 * MIB)
 
     async def run():
@@ -280,7 +280,7 @@ def test_kernel_without_io_uring_is_no_error(tmp_path, monkeypatch):
         def Ring(_entries):
             raise PermissionError(1, "forbidden")
 
-    monkeypatch.setattr(uring_reader, "_uring", Forbidden)
+    monkeypatch.setattr(uring_reader, "compiled", Forbidden)
     create_chunk_store(tmp_path / "t", 1, "pool", 4 * MIB)
     opening(tmp_path / "t", options=StoreOptions())
 

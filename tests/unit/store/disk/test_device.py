@@ -88,7 +88,7 @@ def test_signal_does_not_interrupt_the_drive_probe():
     writing = threading.Timer(0.5, os.write, (here, bytes(4096)))
     before = signal.signal(signal.SIGALRM, lambda *_: None)
     try:
-        ring = uring_reader._uring.Ring(1)
+        ring = uring_reader.compiled.Ring(1)
     except OSError:
         pytest.skip("the kernel forbids io_uring here")
     try:
@@ -131,12 +131,12 @@ def test_reads_refused_by_the_kernel_are_submitted_again(tmp_path, refused):
         if reader is None:
             os.close(fd)
             pytest.skip("the kernel forbids io_uring here")
-        reader._ring = Short(reader._ring)
+        reader.ring = Short(reader.ring)
         for _ in range(2):
             into, done = memoryview(bytearray(8192)), asyncio.get_running_loop().create_future()
             reader.begin(fd, [0, 4096], [4096, 4096], [0, 4096], into, done.set_result)
             assert await asyncio.wait_for(done, 60) == [None, None] and bytes(into) == path.read_bytes()
-        reader._ring.left = 2
+        reader.ring.left = 2
         reader.begin(fd, [0], [4096], [0], into, lambda outcome: None)
         await reader.close()
         os.close(fd)
@@ -163,8 +163,8 @@ def test_failing_callback_does_not_block_other_reads(tmp_path):
 
         reader.begin(fd, [0], [4096], [0], into, refuse)
         reader.begin(fd, [4096], [4096], [4096], into, done.set_result)
-        reader._submit()
-        select.select([reader._ring.fileno], [], [], 60)
+        reader.submit()
+        select.select([reader.ring.fileno], [], [], 60)
         assert await asyncio.wait_for(done, 60) == [None] and bytes(into) == path.read_bytes()
         assert [type(error) for error in raised] == [ZeroDivisionError]
         await asyncio.wait_for(reader.close(), 60)
