@@ -201,7 +201,8 @@ class BlockChunkStore(ChunkTransfer):
         self.fenced_because = ""
         self.on_fence: Callable[[str], None] | None = None
         self.closed = False
-        self._written = 1  # the previous process may have left unsynced writes
+        self.written_bytes = 1  # the previous process may have left unsynced writes
+        """Bytes given to the drive so far; compared with earlier values to know what a sync covers."""
         self._synced = 0
         self._tended = -1
         self._checkpointed = 0
@@ -395,12 +396,12 @@ class BlockChunkStore(ChunkTransfer):
 
     def note_written(self, byte_count: int) -> None:
         """Count bytes on their way to the drive; the next sync covers them."""
-        self._written += byte_count
+        self.written_bytes += byte_count
 
     def was_written(self) -> None:
         """Finish a write: start the checkpoint or the flush that many writes together make necessary."""
         self.write_count += 1
-        if self._written - self._checkpointed > self.options.replay_bytes_max:
+        if self.written_bytes - self._checkpointed > self.options.replay_bytes_max:
             self._checkpoint_soon()
         if self.allocator.waiting_changes > _HELD_CHANGES_MAX:
             self._make_room_soon()
@@ -515,7 +516,7 @@ class BlockChunkStore(ChunkTransfer):
             for place, blocks in runs:
                 self.device.write([whole[at : at + (blocks << 12)]], place << 12)
                 at += blocks << 12
-        self._written += sum(map(len, buffers))
+        self.written_bytes += sum(map(len, buffers))
 
     def apply_segments(
         self,
@@ -599,7 +600,7 @@ class BlockChunkStore(ChunkTransfer):
         The kv also calls this before a checkpoint. Fenced: the drive failed to sync; a failed sync is never
         repeated.
         """
-        wanted = self._written
+        wanted = self.written_bytes
         while self._synced < wanted:
             if self.fenced_because:
                 self._refuse()
@@ -611,7 +612,7 @@ class BlockChunkStore(ChunkTransfer):
             self._refuse()
 
     async def _sync_once(self) -> None:
-        now = self._written
+        now = self.written_bytes
         try:
             await self.device.sync()
             self._synced = max(self._synced, now)
@@ -654,7 +655,7 @@ class BlockChunkStore(ChunkTransfer):
             self._own(self.flush())
 
     def _checkpoint_soon(self) -> None:
-        self._checkpointed = self._written
+        self._checkpointed = self.written_bytes
         self._own(self.kv.checkpoint())
 
     def _own(self, work) -> None:
@@ -761,8 +762,8 @@ class BlockChunkStore(ChunkTransfer):
         if self.room.full or self.room.missing:
             await asyncio.get_running_loop().run_in_executor(None, self.room.tend)
         allocator = self.allocator
-        idle = self._tended == self._written
-        self._tended = self._written
+        idle = self._tended == self.written_bytes
+        self._tended = self.written_bytes
         much = allocator.held_blocks * 16 > allocator.block_count
         if allocator.waiting_changes and not self.fenced_because and (idle or much):
             await self.flush()

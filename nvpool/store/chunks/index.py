@@ -59,12 +59,18 @@ class Chunk:
 
 
 class Index:
+    """Cached chunk index of a store.
+
+    `young` and `old` are the two generations. `weight` is the size of the young one; from `generation_max` on
+    it becomes the old one.
+    """
+
     def __init__(self, kv: Kv, segments_max: int):
         self._kv = kv
-        self._half = max(16, segments_max // 2)
-        self._weight = 0
+        self.generation_max = max(16, segments_max // 2)
+        self.weight = 0
         self.young: dict[tuple[int, int], Chunk] = {}
-        self._old: dict[tuple[int, int], Chunk] = {}
+        self.old: dict[tuple[int, int], Chunk] = {}
         self._inodes: dict[int, InodeRecord] = {}
 
     def chunk(self, inode: int, index: int) -> Chunk:
@@ -72,7 +78,7 @@ class Index:
         name = (inode, index)
         found = self.young.get(name)
         if found is None:
-            found = self._old.pop(name, None)
+            found = self.old.pop(name, None)
             if found is None:
                 key = segment_key(inode, index, 0)
                 found = self._decoded(inode, index, key, self._kv.get(key))
@@ -87,8 +93,8 @@ class Index:
         """
         keys = {
             segment_key(inode, index, 0): (inode, index)
-            for inode, index in islice(names, self._half // 2)
-            if (inode, index) not in self.young and (inode, index) not in self._old
+            for inode, index in islice(names, self.generation_max // 2)
+            if (inode, index) not in self.young and (inode, index) not in self.old
         }
         if len(keys) < 2:
             return
@@ -103,9 +109,9 @@ class Index:
             self._keep((chunk.inode, chunk.index), chunk)
 
     def _keep(self, name: tuple[int, int], chunk: Chunk) -> None:
-        if self._weight >= self._half:
-            self._old, self.young, self._weight = self.young, {}, 0
-        self._weight += 1 + len(chunk.segments)
+        if self.weight >= self.generation_max:
+            self.old, self.young, self.weight = self.young, {}, 0
+        self.weight += 1 + len(chunk.segments)
         self.young[name] = chunk
 
     @staticmethod
@@ -131,7 +137,7 @@ class Index:
         raw = self._kv.get(key)
         found = decode_segment(key, raw)[0] if raw is not None else NO_BLOCKS
         self.store(chunk, number, found)
-        self._weight += 1
+        self.weight += 1
         return found
 
     def places(self, chunk: Chunk, block: int, count: int) -> list[int]:
@@ -157,10 +163,10 @@ class Index:
 
     def forget(self, inode: int, index: int) -> None:
         self.young.pop((inode, index), None)
-        self._old.pop((inode, index), None)
+        self.old.pop((inode, index), None)
 
     def clear(self) -> None:
-        self.young, self._old, self._weight = {}, {}, 0
+        self.young, self.old, self.weight = {}, {}, 0
         self._inodes.clear()
 
     def inode(self, inode: int) -> InodeRecord:
@@ -169,7 +175,7 @@ class Index:
             key = inode_key(inode)
             raw = self._kv.get(key)
             found = decode_inode(key, raw) if raw is not None else _NO_RECORD
-            if len(self._inodes) >= self._half:
+            if len(self._inodes) >= self.generation_max:
                 self._inodes.clear()
             self._inodes[inode] = found
         return found

@@ -126,7 +126,8 @@ class LocationLeases:
                     self.unseen_until_s = now_s
         self._fd = kept.descriptor if kept is not None else -1
         self._memory: mmap.mmap | None = None
-        self._table = memoryview(b"")
+        self.stamps = memoryview(b"")
+        """Change count of each slot, in the memory shared with clients."""
         self._serving = memoryview(b"")
         if life_s:
             self._make_table()
@@ -152,7 +153,7 @@ class LocationLeases:
             self.unseen_until_s = self.dead_until_s
             self.close()
             return
-        self._table = memoryview(self._memory)[: 4 << SLOT_BITS].cast("I")
+        self.stamps = memoryview(self._memory)[: 4 << SLOT_BITS].cast("I")
         self._serving = memoryview(self._memory)[4 << SLOT_BITS :].cast("d")
         if kept:
             self.changing_all()  # before clients may trust the time behind the counters
@@ -172,8 +173,8 @@ class LocationLeases:
 
     def close(self) -> None:
         self.life_s = 0.0
-        self._table.release()
-        self._table = memoryview(b"")
+        self.stamps.release()
+        self.stamps = memoryview(b"")
         self._serving.release()
         self._serving = memoryview(b"")
         if self._memory is not None:
@@ -220,7 +221,7 @@ class LocationLeases:
     def stamp(self, inode: int, index: int) -> tuple[int, int]:
         """Return (slot, current value of its counter)."""
         slot = slot_of(inode, index)
-        return slot, self._table[slot]
+        return slot, self.stamps[slot]
 
     def _turn(self) -> float:
         """Forget inodes whose leases have ended; return the time.
@@ -250,7 +251,7 @@ class LocationLeases:
         From now on no client returns bytes that it reads at any of its locations.
         """
         if self.life_s:
-            table = self._table
+            table = self.stamps
             table[:] = memoryview(array("I", [count + 1 & 0xFFFFFFFF for count in table]))
 
     # -- changes ---------------------------------------------------------------------------------------------------------
@@ -262,7 +263,7 @@ class LocationLeases:
         the change is applied. If the change then fails, the clients only have to ask again.
         """
         if self.life_s:
-            table = self._table
+            table = self.stamps
             for index in indexes:
                 slot = slot_of(inode, index)
                 table[slot] = table[slot] + 1 & 0xFFFFFFFF

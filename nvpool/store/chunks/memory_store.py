@@ -75,7 +75,7 @@ class MemoryChunkStore:
         self.chunks: dict[tuple[int, int], _Chunk] = {}
         self._inodes: dict[int, tuple[int, int]] = {}  # truncate number, version floor
         self.drive_synced()
-        self._used = 0
+        self.used_blocks = 0
         self._bad: dict[tuple[int, int, int], str] = {}
         self.fenced_because = ""
         self.on_fence: Callable[[str], None] | None = None
@@ -135,7 +135,7 @@ class MemoryChunkStore:
             found.pop()
         for number, (block, checksum) in zip(wanted, found, strict=False):
             if (verify or (inode, index, number) in self._bad) and crc32c(block) != checksum:
-                self._note_bad(inode, index, number, "does not fit its checksum when read")
+                self.note_bad(inode, index, number, "does not fit its checksum when read")
                 raise ChecksumMismatch
         return found, chunk.version
 
@@ -186,7 +186,9 @@ class MemoryChunkStore:
             raise ChecksumMismatch("a written block is not what its writer summed")
         blocks = self._merged(inode, index, chunk, offset, bytes(buffer), cipher)
         added = len(blocks.keys() - chunk.blocks.keys())
-        if (added and self._used + len(blocks) > self.block_limit) or self._used + added > self.block_count:
+        if (
+            added and self.used_blocks + len(blocks) > self.block_limit
+        ) or self.used_blocks + added > self.block_count:
             raise NoSpace
         if self.fail_writes:
             raise self.fail_writes.pop(0)
@@ -194,7 +196,7 @@ class MemoryChunkStore:
         self.chunks[inode, index] = _Chunk(
             new_version, max(cut, chunk.cut), requests, {**chunk.blocks, **blocks}, table or chunk.table
         )
-        self._used += added
+        self.used_blocks += added
         for number in blocks:
             self._bad.pop((inode, index, number), None)
         return new_version
@@ -221,7 +223,9 @@ class MemoryChunkStore:
         chunk = self.chunks.get((inode, index)) or _Chunk(0, 0, (), {})
         blocks = self._merged(inode, index, chunk, offset, bytes(buffer), cipher)
         added = len(blocks.keys() - chunk.blocks.keys())
-        if (added and self._used + len(blocks) > self.block_limit) or self._used + added > self.block_count:
+        if (
+            added and self.used_blocks + len(blocks) > self.block_limit
+        ) or self.used_blocks + added > self.block_count:
             raise NoSpace
         return Placed(None, None)
 
@@ -259,7 +263,7 @@ class MemoryChunkStore:
                 continue
             block, checksum = chunk.blocks.get(number, (ZERO_BLOCK, ZERO_BLOCK_CHECKSUM))
             if crc32c(block) != checksum:
-                self._note_bad(inode, index, number, "does not fit its checksum when merged with a write")
+                self.note_bad(inode, index, number, "does not fit its checksum when merged with a write")
                 error = ChecksumMismatch()
                 error.damaged = inode, index, number
                 raise error
@@ -301,7 +305,7 @@ class MemoryChunkStore:
         its_cut, floor = self._inodes.get(inode, (0, 0))
         if cut < its_cut:
             raise StaleCut
-        used = self._used
+        used = self.used_blocks
         whole = 1 << chunk_bits
         for name in sorted(name for name in self.chunks if name[0] == inode):
             chunk = self.chunks[name]
@@ -311,7 +315,7 @@ class MemoryChunkStore:
                 continue
             if (first, last) == (0, whole):
                 floor = raised(floor, chunk.version)
-                self._used -= len(self.chunks.pop(name).blocks)
+                self.used_blocks -= len(self.chunks.pop(name).blocks)
                 continue
             last = CHUNK_BYTES_MAX if last == whole else last
             blocks = {
@@ -319,15 +323,15 @@ class MemoryChunkStore:
                 for number, block in chunk.blocks.items()
                 if (left := self._without(name, block, number, first, last, cipher))
             }
-            self._used -= len(chunk.blocks) - len(blocks)
+            self.used_blocks -= len(chunk.blocks) - len(blocks)
             self.chunks[name] = chunk._replace(blocks=blocks, version=after_cut(chunk.version), cut=cut)
             for number, (_, checksum) in blocks.items():
                 if checksum == LOST_CHECKSUM:
-                    self._note_bad(*name, number, "did not fit its checksum when it was cut")
+                    self.note_bad(*name, number, "did not fit its checksum when it was cut")
         self._inodes[inode] = cut, floor
         self._forget_bad()
         await self.flush()
-        return (used - self._used) * BLOCK_BYTES
+        return (used - self.used_blocks) * BLOCK_BYTES
 
     @staticmethod
     def _without(
@@ -387,7 +391,7 @@ class MemoryChunkStore:
         }
         for number, (data, checksum) in new.items():
             if crc32c(data) != checksum:
-                self._note_bad(*source[:2], number - shift, "does not fit its checksum when read")
+                self.note_bad(*source[:2], number - shift, "does not fit its checksum when read")
                 raise ChecksumMismatch
         chunk = self.chunks.get((inode, index)) or _Chunk(0, 0, (), {})
         its_cut, floor = self._inodes.get(inode, (0, 0))
@@ -403,11 +407,11 @@ class MemoryChunkStore:
         if not new and len(kept) == len(chunk.blocks):
             return chunk.version, 0
         added = len(new.keys() - chunk.blocks.keys())
-        if added and self._used + len(new) > self.block_limit:
+        if added and self.used_blocks + len(new) > self.block_limit:
             raise NoSpace
         if self.fail_writes:
             raise self.fail_writes.pop(0)
-        self._used += len(kept) + len(new) - len(chunk.blocks)
+        self.used_blocks += len(kept) + len(new) - len(chunk.blocks)
         self.chunks[inode, index] = _Chunk(
             self._next(chunk.version, floor, epoch),
             max(cut, chunk.cut),
@@ -429,7 +433,7 @@ class MemoryChunkStore:
         self._refuse_when_fenced()
         gone = [name for name in self.chunks if name[0] in set(inodes)]
         blocks = sum(len(self.chunks.pop(name).blocks) for name in gone)
-        self._used -= blocks
+        self.used_blocks -= blocks
         for inode in inodes:
             self._inodes.pop(inode, None)
         self._forget_bad()
@@ -514,7 +518,7 @@ class MemoryChunkStore:
         for number in numbers:
             block, checksum = chunk.blocks[number]
             if crc32c(block) != checksum:
-                self._note_bad(inode, index, number, "does not fit its checksum when copied")
+                self.note_bad(inode, index, number, "does not fit its checksum when copied")
                 bad.append(number)
                 block = ZERO_BLOCK
             content.append(block)
@@ -537,7 +541,7 @@ class MemoryChunkStore:
 
     async def install(self, copies: Sequence[tuple[ChunkCopy, ChunkState]]) -> list[bool]:
         self._refuse_when_fenced()
-        used = self._used
+        used = self.used_blocks
         for copy, _ in copies:
             check_copy(copy)
             old = self.chunks.get((copy.inode, copy.index))
@@ -556,7 +560,7 @@ class MemoryChunkStore:
     def _install(self, copy: ChunkCopy) -> None:
         name = copy.inode, copy.index
         old = self.chunks.pop(name, None)
-        self._used -= len(old.blocks) if old else 0
+        self.used_blocks -= len(old.blocks) if old else 0
         numbers = [number for first, count in copy.runs for number in range(first, first + count)]
         blocks = {
             number: (
@@ -565,13 +569,13 @@ class MemoryChunkStore:
             )
             for at, number in enumerate(numbers)
         }
-        self._used += len(blocks)
+        self.used_blocks += len(blocks)
         if copy.version:
             self.chunks[name] = _Chunk(copy.version, copy.cut, copy.requests, blocks, copy.table)
         self._raise_cut(copy.known)
         self._bad = {bad: text for bad, text in self._bad.items() if bad[:2] != name}
         for number in copy.bad:
-            self._note_bad(*name, number, "was bad already where it was copied from")
+            self.note_bad(*name, number, "was bad already where it was copied from")
 
     def _raise_cut(self, known: InodeCut) -> None:
         cut, floor = self._inodes.get(known.inode, (0, 0))
@@ -596,7 +600,7 @@ class MemoryChunkStore:
             return 0
         chunk = self.chunks.pop((inode, index), None)
         self._forget_bad()
-        self._used -= len(chunk.blocks) if chunk else 0
+        self.used_blocks -= len(chunk.blocks) if chunk else 0
         return len(chunk.blocks) * BLOCK_BYTES if chunk else 0
 
     def table_of(self, inode: int, index: int) -> int:
@@ -631,7 +635,7 @@ class MemoryChunkStore:
         blocks = {number: one for number, one in chunk.blocks.items() if number != block}
         if len(content):
             blocks[block] = bytes(content), wanted
-        self._used -= len(chunk.blocks) - len(blocks)
+        self.used_blocks -= len(chunk.blocks) - len(blocks)
         self.chunks[inode, index] = chunk._replace(blocks=blocks)
         self._bad.pop((inode, index, block), None)
         return True
@@ -653,13 +657,14 @@ class MemoryChunkStore:
                 checked += 1
                 if crc32c(block) != checksum:
                     text = "does not fit its checksum when scrubbed"
-                    self._note_bad(*name, number, text)
+                    self.note_bad(*name, number, text)
                     bad.append(BadBlock(*name, number, text))
             if checked >= blocks:
                 return ScrubStep(b"c" + struct.pack(">QI", *name), False, checked, bad, [], [])
         return ScrubStep(b"", True, checked, bad, [], [])
 
-    def _note_bad(self, inode: int, index: int, block: int, text: str) -> None:
+    def note_bad(self, inode: int, index: int, block: int, text: str) -> None:
+        """Record that a block is damaged, and why."""
         if (inode, index, block) not in self._bad:
             self._bad[inode, index, block] = text
             if self.on_bad is not None:
@@ -680,7 +685,7 @@ class MemoryChunkStore:
             "state": "fenced" if self.fenced_because else "serving",
             "fenced_because": self.fenced_because,
             "capacity_bytes": self.block_limit * BLOCK_BYTES,
-            "used_bytes": self._used * BLOCK_BYTES,
+            "used_bytes": self.used_blocks * BLOCK_BYTES,
             "chunks": len(self.chunks),
             "device": "",
             "kind": "memory",
@@ -708,7 +713,7 @@ class MemoryChunkStore:
     def crash(self) -> None:
         """Simulate a loss of power: changes that are not synced are lost."""
         self.chunks, self._inodes = dict(self._flushed[0]), dict(self._flushed[1])
-        self._used = sum(len(chunk.blocks) for chunk in self.chunks.values())
+        self.used_blocks = sum(len(chunk.blocks) for chunk in self.chunks.values())
         self.fenced_because = ""
         self.verifier += 1
 

@@ -43,7 +43,7 @@ from nvpool.store.disk.bad_blocks import Quarantine
 from nvpool.store.disk.device import Device
 from nvpool.store.disk.index_records import SEGMENT_BITS, SEGMENT_BLOCKS, SEGMENT_MASK
 
-_read_batch = load_compiled("nvpool.store.chunks._read_batch")
+compiled = load_compiled("nvpool.store.chunks._read_batch")
 
 READ = struct.Struct("<QIIIHH")
 RESULT = struct.Struct("<HHIQ")
@@ -165,7 +165,7 @@ class BlockBatchReader:
         at = number = 0  # position of the next block in the payload; number of the next read
         holes = 0  # requested bytes without a block in the payload: they cost time too, and no memory
         count = len(reads) // READ.size
-        find = _read_batch.find if _read_batch is not None else None
+        find = compiled.find if compiled is not None else None
         looked_up = False
         while number < count:
             if find is not None and not bad_chunks:
@@ -285,7 +285,7 @@ class BlockBatchReader:
             if batch.missed:
                 self.missed_count += len(batch.missed)
             else:
-                self._complete(batch, batch.work)
+                self.complete(batch, batch.work)
             return batch
         if at:
             batch.payload = [into]
@@ -368,13 +368,13 @@ class BlockBatchReader:
                     if error is not None:
                         work.failed[bisect_right(work.starts, at) - 1] = type(error)
             batch.missed = []
-            self._complete(batch, work)
+            self.complete(batch, work)
         except Exception as error:  # the drive's reader has other batches to complete and must continue
             on_done(error)
         else:
             on_done(None)
 
-    def _complete(self, batch: ReadBatch, work: _Work) -> None:
+    def complete(self, batch: ReadBatch, work: _Work) -> None:
         if work.checked:
             self._check(batch, work)
         into = work.into

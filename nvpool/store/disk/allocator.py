@@ -184,10 +184,12 @@ class Allocator:
         self.reserve_blocks = reserve_blocks
         groups = (block_count + GROUP_BLOCKS - 1) >> GROUP_BITS
         self.group_count = groups
-        self._spare = array("H", [GROUP_BLOCKS]) * groups
+        self.spare = array("H", [GROUP_BLOCKS]) * groups
         """Blocks of each group that can be allocated now: neither used nor held."""
-        self._cached: dict[int, _Group] = {}
-        self._held: dict[int, int] = {}
+        self.cached_groups: dict[int, _Group] = {}
+        """Decoded free map of the groups used last."""
+        self.held_masks: dict[int, int] = {}
+        """Held blocks by group: allocated by a running change, or freed and not reusable yet."""
         self._waiting: deque[tuple[int, float, bytes, list[Run]]] = deque()
         self._resting: deque[tuple[float, bytes, list[Run]]] = deque()
         """Durably freed runs that clients may still read: end time, key of their record, runs."""
@@ -197,21 +199,24 @@ class Allocator:
         self.held_blocks = 0
         self.changed_groups: dict[int, int] | None = None
         """While a scrub needs it: the blocks of each group that were allocated since."""
-        self._small = 0
-        self._large = 0
+        self.small_group = 0
+        """Group from which small runs are allocated."""
+        self.large_group = 0
         self.fixed_blocks = sum(self._fixed_mask(group).bit_count() for group in self._fixed_groups())
         self.fixed_blocks -= (groups << GROUP_BITS) - block_count
         """The part of `used_blocks` in the reserved front."""
         self._load_counts()
-        self.used_blocks = block_count - sum(self._spare)
-        self._available = block_count - self.used_blocks
-        self._level = bytearray(
-            _ROOMY if spare >= ROOMY_BLOCKS else _SOME if spare else _FULL for spare in self._spare
+        self.used_blocks = block_count - sum(self.spare)
+        self.available_blocks = block_count - self.used_blocks
+        """Sum of `spare`."""
+        self.levels = bytearray(
+            _ROOMY if spare >= ROOMY_BLOCKS else _SOME if spare else _FULL for spare in self.spare
         )
+        """Class of each group by its spare blocks, for a fast search."""
 
     def _load_counts(self) -> None:
         for group in self._fixed_groups():
-            self._spare[group] = GROUP_BLOCKS - self._fixed_mask(group).bit_count()
+            self.spare[group] = GROUP_BLOCKS - self._fixed_mask(group).bit_count()
         for key, raw in self._records(b"d", b"e"):
             group = group_of_key(key)
             used = used_count(key, raw)
@@ -219,7 +224,7 @@ class Allocator:
                 raise CorruptRecord(
                     f"the free map says {used} blocks of group {group} of {self.group_count} are used"
                 )
-            self._spare[group] = GROUP_BLOCKS - used
+            self.spare[group] = GROUP_BLOCKS - used
 
     def _records(self, first: bytes, end: bytes):
         while pairs := self._kv.scan(first, end, 1000):
@@ -241,7 +246,7 @@ class Allocator:
         return mask
 
     def _group(self, group: int) -> _Group:
-        found = self._cached.get(group)
+        found = self.cached_groups.get(group)
         if found is None:
             key = group_key(group)
             raw = self._kv.get(key)
@@ -253,9 +258,9 @@ class Allocator:
                 raise CorruptRecord(
                     f"bitmap and changes of group {group} of the free map do not fit one another"
                 )
-            while len(self._cached) >= GROUPS_CACHED:
-                del self._cached[next(iter(self._cached))]
-            found = self._cached[group] = _Group(with_deltas(used, deltas), deltas)
+            while len(self.cached_groups) >= GROUPS_CACHED:
+                del self.cached_groups[next(iter(self.cached_groups))]
+            found = self.cached_groups[group] = _Group(with_deltas(used, deltas), deltas)
         return found
 
     def is_used(self, place: int) -> bool:
@@ -268,7 +273,7 @@ class Allocator:
 
     def has_used(self, group: int) -> bool:
         """Whether blocks of the group are in use or held."""
-        return self._spare[group] < GROUP_BLOCKS
+        return self.spare[group] < GROUP_BLOCKS
 
     # -- allocation --------------------------------------------------------------------------------------------------
 
@@ -282,48 +287,48 @@ class Allocator:
         """
         if self.used_blocks + count > self.block_count - (self.reserve_blocks if grows else 0):
             raise NoSpace("the target is full")
-        if count > self._available:
-            if count <= self._available + self.held_blocks:
+        if count > self.available_blocks:
+            if count <= self.available_blocks + self.held_blocks:
                 raise SpacePending
             raise NoSpace("the target is full")
         large = count >= LARGE_RUN_BLOCKS
-        group = self._large if large else self._small
+        group = self.large_group if large else self.small_group
         taken: list[Run] = []
         for _ in range(8):
-            if self._spare[group] >= count:
+            if self.spare[group] >= count:
                 at = find_run(self._free_mask(group), count)
                 if at >= 0:
-                    self._take(taken, group, at, count)
+                    self.take(taken, group, at, count)
                     break
             group = self._next(group + 1, _ROOMY)
             if group < 0:
                 break
         if taken:
             if large:
-                self._large = group
+                self.large_group = group
             else:
-                self._small = group
+                self.small_group = group
         else:
             self._gather(taken, count)
         transaction.taken += taken
         return taken
 
     def _next(self, group: int, level: int) -> int:
-        found = self._level.find(level, group)
-        return found if found >= 0 else self._level.find(level, 0, group)
+        found = self.levels.find(level, group)
+        return found if found >= 0 else self.levels.find(level, 0, group)
 
     def _gather(self, taken: list[Run], count: int) -> None:
         """Allocate `count` blocks from any groups; there are enough."""
         want = count
         for level in (_ROOMY, _SOME):
-            group = self._next(self._large, level)
+            group = self._next(self.large_group, level)
             while want and group >= 0:
                 free = self._free_mask(group)
                 while want and free:
                     at = (free & -free).bit_length() - 1
                     shifted = free >> at
                     length = min(want, (~shifted & shifted + 1).bit_length() - 1)
-                    self._take(taken, group, at, length)
+                    self.take(taken, group, at, length)
                     free &= ~_mask(at, length)
                     want -= length
                 group = self._next(group + 1, level) if want else -1
@@ -331,29 +336,31 @@ class Allocator:
             raise InvariantBroken(f"{want} of {count} blocks that are counted as free were not found")
 
     def _free_mask(self, group: int) -> int:
-        return _ALL ^ (self._group(group).used | self._held.get(group, 0))
+        return _ALL ^ (self._group(group).used | self.held_masks.get(group, 0))
 
-    def _take(self, taken: list[Run], group: int, at: int, count: int) -> None:
-        self._held[group] = self._held.get(group, 0) | _mask(at, count)
-        self._available -= count
-        self._count(group, -count)
+    def take(self, taken: list[Run], group: int, at: int, count: int) -> None:
+        """Hold this free run of a group and append it to `taken`, the runs of a transaction."""
+        self.held_masks[group] = self.held_masks.get(group, 0) | _mask(at, count)
+        self.available_blocks -= count
+        self.count_spare(group, -count)
         taken.append((group << GROUP_BITS | at, count))
 
-    def _count(self, group: int, change: int) -> None:
-        spare = self._spare[group] = self._spare[group] + change
-        self._level[group] = _ROOMY if spare >= ROOMY_BLOCKS else _SOME if spare else _FULL
+    def count_spare(self, group: int, change: int) -> None:
+        """Add `change` to the spare blocks of a group, and update its level."""
+        spare = self.spare[group] = self.spare[group] + change
+        self.levels[group] = _ROOMY if spare >= ROOMY_BLOCKS else _SOME if spare else _FULL
 
     def _unhold(self, run: Run, give_back: bool) -> None:
         place, count = run
         group = place >> GROUP_BITS
-        rest = self._held[group] & ~_mask(place & _GROUP_MASK, count)
+        rest = self.held_masks[group] & ~_mask(place & _GROUP_MASK, count)
         if rest:
-            self._held[group] = rest
+            self.held_masks[group] = rest
         else:
-            del self._held[group]
+            del self.held_masks[group]
         if give_back:
-            self._available += count
-            self._count(group, count)
+            self.available_blocks += count
+            self.count_spare(group, count)
 
     def claim(self, transaction: Transaction, place: int) -> bool:
         """Allocate this block, which the stored map calls free.
@@ -362,15 +369,15 @@ class Allocator:
         that freed it.
         """
         group, at = place >> GROUP_BITS, place & _GROUP_MASK
-        if self._held.get(group, 0) >> at & 1:
+        if self.held_masks.get(group, 0) >> at & 1:
             return False
-        self._take(transaction.taken, group, at, 1)
+        self.take(transaction.taken, group, at, 1)
         return True
 
     def take_back(self, transaction: Transaction) -> None:
         """Allocate exactly the runs in `transaction.taken`, for a replay before any other allocation."""
         for place, count in transaction.taken:
-            self._take([], place >> GROUP_BITS, place & _GROUP_MASK, count)
+            self.take([], place >> GROUP_BITS, place & _GROUP_MASK, count)
 
     # -- ending a transaction ----------------------------------------------------------------------------------------
 
@@ -447,7 +454,7 @@ class Allocator:
             while count:
                 part = min(count, GROUP_BLOCKS - (place & _GROUP_MASK))
                 group = place >> GROUP_BITS
-                self._held[group] = self._held.get(group, 0) | _mask(place & _GROUP_MASK, part)
+                self.held_masks[group] = self.held_masks.get(group, 0) | _mask(place & _GROUP_MASK, part)
                 freed.append((place, part))
                 self.held_blocks += part
                 self.used_blocks -= part
@@ -521,7 +528,7 @@ class Allocator:
                 for block in range(place, min(place + count, self.block_count)):
                     group, at = block >> GROUP_BITS, block & GROUP_BLOCKS - 1
                     if self._free_mask(group) >> at & 1:
-                        self._take([], group, at, 1)
+                        self.take([], group, at, 1)
                         self.held_blocks += 1
                         held.append((block, 1))
             if held:
@@ -543,7 +550,7 @@ class Allocator:
     @property
     def scarce(self) -> bool:
         """Whether space is too scarce for new leases, which delay the reuse of blocks."""
-        return self._available < self.block_count >> 4 or len(self._resting) > RESTING_MAX
+        return self.available_blocks < self.block_count >> 4 or len(self._resting) > RESTING_MAX
 
     @property
     def waiting_changes(self) -> int:

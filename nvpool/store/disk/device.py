@@ -189,15 +189,16 @@ class FileDevice:
         self.direct_write_bytes = DIRECT_WRITE_BYTES if self._direct_fd >= 0 else 0
         self._aligned = BufferPool(_pages, kept_bytes_max=16 * MIB)
         self.is_block = stat.S_ISBLK(os.fstat(self.fd).st_mode)
-        self._reader = blockio_reader.reader_for(self.fd, uring=uring)
-        self.read_path = self._reader.name
-        self.direct_reads = DirectReads(self.fd, self._reader)
+        self.reader = blockio_reader.reader_for(self.fd, uring=uring)
+        self.read_path = self.reader.name
+        self.direct_reads = DirectReads(self.fd, self.reader)
         self._pool = self._aligned if direct else BufferPool(_pages)
         self.buffer = self._pool.take if direct else self._buffer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device-sync")
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="device-writeback")
         self._direct_writers = ThreadPoolExecutor(_DIRECT_THREADS, thread_name_prefix="device-write")
-        self._run_start = self._run_end = 0
+        self.run_start = self.run_end = 0
+        """Last sequential run of writes whose writeback has not been started."""
         self._starting: list = []
 
     def _buffer(self, byte_count: int) -> memoryview:
@@ -213,13 +214,13 @@ class FileDevice:
         return blockio_reader.read_now(self.fd, offsets, lengths, positions, into)
 
     async def read(self, offsets, lengths, positions, into) -> list[NvpoolError | None]:
-        return await self._reader.read(self.fd, offsets, lengths, positions, into)
+        return await self.reader.read(self.fd, offsets, lengths, positions, into)
 
     def begin_read(self, offsets, lengths, positions, into, client_caches, on_done) -> None:
         if client_caches and not self.direct and self.direct_reads.wants(offsets, lengths):
             self.direct_reads.begin(offsets, lengths, positions, into, on_done)
         else:
-            self._reader.begin(self.fd, offsets, lengths, positions, into, on_done)
+            self.reader.begin(self.fd, offsets, lengths, positions, into, on_done)
 
     def read_whole(self, offset, length) -> memoryview:
         into = self.buffer(length)
@@ -236,7 +237,7 @@ class FileDevice:
             buffers = [self._in_line(buffers)]
         offset = self._write_all(self.fd, buffers, offset)
         if not self.direct:
-            self._note_run(start, offset)
+            self.note_run(start, offset)
 
     def _in_line(self, buffers: list) -> memoryview:
         aligned = self._aligned.take(sum(map(len, buffers)))
@@ -286,22 +287,22 @@ class FileDevice:
             self._write_all(self._direct_fd, [buffer[at : at + length]], offset)
             at += length
 
-    def _note_run(self, start: int, end: int) -> None:
+    def note_run(self, start: int, end: int) -> None:
         """Start writeback of a long sequential run early.
 
         Then the later sync has little to write. The kernel alone would start when a tenth of the memory is
         dirty. This is only advice: nothing waits, and errors are ignored.
         """
-        if start == self._run_end:
-            self._run_end = end
+        if start == self.run_end:
+            self.run_end = end
         else:
-            self._run_start, self._run_end = start, end
-        if self._run_end - self._run_start >= WRITEBACK_BYTES:
+            self.run_start, self.run_end = start, end
+        if self.run_end - self.run_start >= WRITEBACK_BYTES:
             self._starting = [begun for begun in self._starting if not begun.done()]
             if len(self._starting) < _WRITEBACKS_MAX:
-                length = self._run_end - self._run_start
-                self._starting.append(self._starter.submit(self._start_writeback, self._run_start, length))
-            self._run_start = self._run_end
+                length = self.run_end - self.run_start
+                self._starting.append(self._starter.submit(self._start_writeback, self.run_start, length))
+            self.run_start = self.run_end
 
     def _start_writeback(self, offset: int, length: int) -> None:
         _libc.sync_file_range(
@@ -329,7 +330,7 @@ class FileDevice:
         await asyncio.get_running_loop().run_in_executor(self._thread, _punch, self.fd, ranges)
 
     async def close(self) -> None:
-        await self._reader.close()
+        await self.reader.close()
         self.direct_reads.close()
         self._thread.shutdown()
         self._starter.shutdown()
@@ -398,7 +399,7 @@ class MemoryDevice:
     def __init__(self, byte_count: int):
         self.byte_count = byte_count
         self._now: dict[int, bytes] = {}
-        self._unsynced: dict[int, bytes | None] = {}
+        self.unsynced: dict[int, bytes | None] = {}
         self._forgotten: dict[int, bytes | None] = {}
         self.fail_writes: deque[int] = deque()
         self.fail_syncs: deque[int] = deque()
@@ -461,7 +462,7 @@ class MemoryDevice:
         for at in range(0, len(joined), BLOCK_BYTES):
             number = (offset + at) // BLOCK_BYTES
             before = self._forgotten.pop(number) if number in self._forgotten else self._now.get(number)
-            self._unsynced.setdefault(number, before)
+            self.unsynced.setdefault(number, before)
             self._now[number] = joined[at : at + BLOCK_BYTES]
         if failing:
             raise from_os_error(OSError(failing, os.strerror(failing)), "writing")
@@ -477,7 +478,7 @@ class MemoryDevice:
         return asyncio.ensure_future(later(bytes(buffer)))
 
     async def sync(self) -> None:
-        asked, self._unsynced = self._unsynced, {}
+        asked, self.unsynced = self.unsynced, {}
         await asyncio.sleep(0)  # data written in the meantime is not part of this sync
         if self.fail_syncs and (failing := self.fail_syncs.popleft()):
             # Like a kernel: the unsynced data is readable and counts as written, but is not on the drive.
@@ -489,14 +490,14 @@ class MemoryDevice:
 
         `keep(block number)` says which unsynced blocks reached the drive nevertheless (default: none).
         """
-        for number, before in (self._unsynced | self._forgotten).items():
+        for number, before in (self.unsynced | self._forgotten).items():
             if keep is not None and keep(number):
                 continue
             if before is None:
                 del self._now[number]
             else:
                 self._now[number] = before
-        self._unsynced.clear()
+        self.unsynced.clear()
         self._forgotten.clear()
 
     def flip(self, place: int, byte: int = 100) -> None:
@@ -509,7 +510,7 @@ class MemoryDevice:
         for offset, length in ranges:
             for number in range(offset // BLOCK_BYTES, (offset + length) // BLOCK_BYTES):
                 self._now.pop(number, None)
-                self._unsynced.pop(number, None)
+                self.unsynced.pop(number, None)
 
     async def close(self) -> None:
         self.closed = True

@@ -28,11 +28,13 @@ class DirectReads:
     def __init__(self, fd: int, reader: WaitingReader, clock: Clock = SYSTEM_CLOCK) -> None:
         """Create direct reads. `fd` reads through the page cache; `fd` and `reader` remain the caller's."""
         self._fd, self._reader = fd, reader
-        self._direct, self._exact = open_direct(fd), open_exact(fd)
-        self._on = self._direct >= 0 and self._exact >= 0
+        self.direct_fd, self.exact_fd = open_direct(fd), open_exact(fd)
+        self.on = self.direct_fd >= 0 and self.exact_fd >= 0
+        """Whether the drive accepts direct reads, as far as is known."""
         self._now_s = clock.boottime_s
-        self._new: set[int] = set()
-        self._old: set[int] = set()
+        self.young: set[int] = set()
+        self.old: set[int] = set()
+        """Reads of this period and of the one before; such a read goes through the page cache if repeated."""
         self._turn_s = 0.0
 
     def wants(self, offsets: Sequence[int], lengths: Sequence[int]) -> bool:
@@ -41,7 +43,7 @@ class DirectReads:
         Such reads should not be tried on the page cache first, since a try brings the data into the cache.
         """
         return (
-            self._on
+            self.on
             and min(lengths) >= DIRECT_READ_BYTES
             and sum(map(cached_pages, [self._fd] * len(offsets), offsets, lengths)) << 13 < sum(lengths)
         )
@@ -52,16 +54,16 @@ class DirectReads:
         The caller's memory must begin at a page. If the read fails, call `refused` and use `begin`.
         """
         if (
-            not self._on
+            not self.on
             or length < DIRECT_READ_BYTES
             or cached_pages(self._fd, offset, length) << 13 >= length
         ):
             return -1
-        return self._exact if self._known((offset | length >> 12,)) else self._direct
+        return self.exact_fd if self._known((offset | length >> 12,)) else self.direct_fd
 
     def refused(self) -> None:
         """Switch direct reads off: the drive needs larger blocks. A broken drive shows on the next read."""
-        self._on = False
+        self.on = False
 
     def begin(
         self, offsets, lengths, positions, into: memoryview, on_done: Callable[[Outcome], None]
@@ -80,9 +82,9 @@ class DirectReads:
                 on_done(outcome)
 
         if self._known([offset | length >> 12 for offset, length in zip(offsets, lengths, strict=True)]):
-            self._reader.begin(self._exact, offsets, lengths, positions, into, on_done)
+            self._reader.begin(self.exact_fd, offsets, lengths, positions, into, on_done)
         else:
-            self._reader.begin(self._direct, offsets, lengths, positions, into, came)
+            self._reader.begin(self.direct_fd, offsets, lengths, positions, into, came)
 
     def _known(self, reads: Sequence[int]) -> bool:
         """Whether one of these reads was made recently; records all of them.
@@ -90,17 +92,17 @@ class DirectReads:
         (Offset | blocks; less than 16 MiB.)
         """
         now_s = self._now_s()
-        if now_s >= self._turn_s or len(self._new) >= PLACES_MAX:
-            self._old = self._new if now_s < self._turn_s + AGAIN_S else set()
-            self._new = set()
+        if now_s >= self._turn_s or len(self.young) >= PLACES_MAX:
+            self.old = self.young if now_s < self._turn_s + AGAIN_S else set()
+            self.young = set()
             self._turn_s = now_s + AGAIN_S
-        known = any(read in self._new or read in self._old for read in reads)
-        self._new.update(reads)
+        known = any(read in self.young or read in self.old for read in reads)
+        self.young.update(reads)
         return known
 
     def close(self) -> None:
         """Close the descriptors. Call when the reader has no reads in progress."""
-        for descriptor in (self._direct, self._exact):
+        for descriptor in (self.direct_fd, self.exact_fd):
             if descriptor >= 0:
                 os.close(descriptor)
-        self._direct, self._exact, self._on = -1, -1, False
+        self.direct_fd, self.exact_fd, self.on = -1, -1, False

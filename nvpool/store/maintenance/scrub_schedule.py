@@ -82,7 +82,7 @@ class ScrubSchedule:
         self._repair = repair
         self._clock = clock
         self._interval_ms = int(interval_s * 1000)
-        self._throttle = Throttle(bytes_per_s, clock, busy)
+        self.throttle = Throttle(bytes_per_s, clock, busy)
         self._on_fail = on_fail
         self._kept: ScrubState | None = None
         self._wake = asyncio.Event()
@@ -197,7 +197,7 @@ class ScrubSchedule:
         now = self.kept.now
         if self._speed is None:
             self._speed = self._clock.boottime_s(), now.blocks
-        await self._throttle.take(STEP_BLOCKS * BLOCK_BYTES)
+        await self.throttle.take(STEP_BLOCKS * BLOCK_BYTES)
         if self.kept.now is not now or self.kept.paused:
             return
         began_s = self._clock.boottime_s()
@@ -222,7 +222,7 @@ class ScrubSchedule:
             )
         if found.done or found.bad or began_s - self._saved_s > _SAVE_S:
             self._save()
-        await self._throttle.leave(self._clock.boottime_s() - began_s)
+        await self.throttle.leave(self._clock.boottime_s() - began_s)
 
     async def _mend(self, bad: list[BadBlock]) -> int:
         """Repair these blocks; return how many are good now.

@@ -25,30 +25,30 @@ class LostBlocks:
     def __init__(self, store: ChunkStore, target: int) -> None:
         self._store = store
         self._target = target
-        self._chains: dict[int, dict[int, tuple[int, Loss]]] = {}
+        self.chains: dict[int, dict[int, tuple[int, Loss]]] = {}
         """Table -> chain with lost data -> (lowest version given since the loss, the loss)."""
 
     def __bool__(self) -> bool:
-        return bool(self._chains)
+        return bool(self.chains)
 
     def update_map(self, pool_map: PoolMap) -> None:
-        self._chains = {}
+        self.chains = {}
         if pool_map.losses:
             for table in pool_map.tables:
                 for number, chain in enumerate(table.chains):
                     if chain.loss and self._target in (*chain.targets, *chain.joining):
                         lost = version(chain.begun, 0), pool_map.losses[chain.loss - 1]
-                        self._chains.setdefault(table.id, {})[number] = lost
+                        self.chains.setdefault(table.id, {})[number] = lost
 
     def since(self, table: int, inode: int, index: int) -> int | None:
         """Return the lowest version of the chunk given after its chain lost data.
 
         None if the chain has not lost data of the inode. Table 0 means any table.
         """
-        if not self._chains:
+        if not self.chains:
             return None
         number = chain_of(inode, index)
-        for chains in self._chains.values() if not table else (self._chains.get(table, {}),):
+        for chains in self.chains.values() if not table else (self.chains.get(table, {}),):
             since, loss = chains.get(number, (0, None))
             if loss is not None and loss.had(inode):
                 return since
@@ -96,7 +96,7 @@ class LostBlocks:
 
         Returns the new headers, and the numbers of the replaced reads.
         """
-        if not self._chains:
+        if not self.chains:
             return reads, []
         headers, lost = bytearray(reads), []
         for number, (inode, index, offset, length, grant, flags) in enumerate(READ.iter_unpack(reads)):

@@ -198,6 +198,11 @@ class Resync:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no source is being caught up with."""
+        return not self._tasks
+
     async def settled(self) -> None:
         """Return when there is nothing to catch up with by the current map. For tests."""
         while self._tasks:

@@ -43,7 +43,7 @@ class Replica:
     ):
         self._store = store
         self._target = target
-        self._chain_epochs: dict[int, list[int]] | None = None
+        self.chain_epochs: dict[int, list[int]] | None = None
         """Epochs of the chains by table.
 
         0 stands for a chain without this target. Table 0 has the highest epoch of all tables.
@@ -75,7 +75,7 @@ class Replica:
             for table, places in self._places.items()
         }
         highest = [max(epochs) for epochs in zip(*by_table.values(), strict=True)]
-        self._chain_epochs = {0: highest} | by_table if by_table else None
+        self.chain_epochs = {0: highest} | by_table if by_table else None
         self.shares = any(
             place is not None and len(place.members) > 1
             for places in self._places.values()
@@ -221,10 +221,10 @@ class Replica:
 
         Returns the highest epoch of any table if the table is 0, unknown, or not in our map.
         """
-        if self._chain_epochs is None:
+        if self.chain_epochs is None:
             return 1
-        epochs = self._chain_epochs.get(table or self._store.table_of(inode, index))
-        epoch = (epochs or self._chain_epochs[0])[chain_of(inode, index)]
+        epochs = self.chain_epochs.get(table or self._store.table_of(inode, index))
+        epoch = (epochs or self.chain_epochs[0])[chain_of(inode, index)]
         if not epoch:
             raise WrongTarget(f"chunk {index} of inode {inode} belongs to other targets")
         return epoch

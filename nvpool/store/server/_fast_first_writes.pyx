@@ -266,7 +266,7 @@ cdef class FastFirstWrites:
         if in_work and r.number in in_work or not self._is_plain(&r):
             return 0
         cdef object name = (r.inode, r.index), group_number, group, used, held, bit
-        if (not self.unknown.has(r.inode) or name in <dict?>self._index.young or name in <dict?>self._index._old
+        if (not self.unknown.has(r.inode) or name in <dict?>self._index.young or name in <dict?>self._index.old
                 or self._quarantine.chunks and name in self._quarantine.chunks):
             return 0
         if crc_of(r.payload, r.length) != r.checksum:
@@ -274,13 +274,13 @@ cdef class FastFirstWrites:
         # Like Allocator.allocate. A free block found here stays free until the change, since nothing waits
         # before it.
         allocator = self._allocator
-        group_number = allocator._small
-        cdef array.array spare = allocator._spare
-        group = (<dict?>allocator._cached).get(group_number)
-        if (group is None or allocator._available < 1 or not spare.data.as_ushorts[<Py_ssize_t>group_number]
+        group_number = allocator.small_group
+        cdef array.array spare = allocator.spare
+        group = (<dict?>allocator.cached_groups).get(group_number)
+        if (group is None or allocator.available_blocks < 1 or not spare.data.as_ushorts[<Py_ssize_t>group_number]
                 or allocator.used_blocks + 1 > allocator.block_count - allocator.reserve_blocks):
             return 0
-        used, held = group.used, (<dict?>allocator._held).get(group_number)
+        used, held = group.used, (<dict?>allocator.held_masks).get(group_number)
         bit = used if held is None else used | held
         bit = ~bit & bit + 1
         cdef Py_ssize_t within = <Py_ssize_t>bit.bit_length() - 1
@@ -364,7 +364,7 @@ cdef class FastFirstWrites:
         if (store.fenced_because or store.closed or kv.frozen is not None and kv.full or replica.shares or replica.pending
                 or self._serving_lease.shared or 0 < <Py_ssize_t>self._device.direct_write_bytes <= r.length):
             return False
-        epochs = replica._chain_epochs
+        epochs = replica.chain_epochs
         if epochs is not None:
             epochs = (<dict?>epochs).get(r.table) or (<dict>epochs)[0]
             if <uint64_t>len(<list?>epochs) != chain_count:
@@ -382,8 +382,8 @@ cdef class FastFirstWrites:
         cdef object device = self._device, table
         cdef uint64_t offset = place << 12
         used = used | bit
-        store._written += BLOCK
-        device._note_run(offset, offset + BLOCK)
+        store.written_bytes += BLOCK
+        device.note_run(offset, offset + BLOCK)
         cdef bytes key = segment_key(r), delta = numbered_group(c"d", group_number)
         cdef array.array deltas = group.deltas
         cdef Py_ssize_t count = len(deltas)
@@ -396,7 +396,7 @@ cdef class FastFirstWrites:
         cdef uint64_t slot
         if location_leases.life_s:
             slot = (r.inode * <uint64_t>0x9E3779B97F4A7C15 + r.index * <uint64_t>0xC2B2AE3D27D4EB4F) >> 64 - SLOT_BITS
-            table = location_leases._table
+            table = location_leases.stamps
             table[slot] = <uint32_t>(<uint32_t>table[slot] + 1)
         self._kv.apply(effects)
         # Like Allocator.commit.
@@ -406,11 +406,11 @@ cdef class FastFirstWrites:
         else:
             deltas.append(place & (1 << GROUP_BITS) - 1)
         allocator.used_blocks += 1
-        allocator._available -= 1
-        cdef array.array spare = allocator._spare
+        allocator.available_blocks -= 1
+        cdef array.array spare = allocator.spare
         spare.data.as_ushorts[<Py_ssize_t>group_number] -= 1
         if spare.data.as_ushorts[<Py_ssize_t>group_number] < roomy_blocks:
-            allocator._count(group_number, 0)
+            allocator.count_spare(group_number, 0)
         if allocator.changed_groups is not None:
             allocator.changed_groups[group_number] = allocator.changed_groups.get(group_number, 0) | bit
         # Like Index.chunk and BlockChunkStore.apply_segments.
@@ -424,9 +424,9 @@ cdef class FastFirstWrites:
         chunk = new_chunk(Chunk)
         chunk.inode, chunk.index, chunk.version, chunk.cut = name[0], name[1], r.version, r.cut
         chunk.requests, chunk.table, chunk.segments = ((r.session, r.slot, r.sequence),), r.table, [segment]
-        if index._weight >= index._half:
-            index._old, index.young, index._weight = index.young, {}, 0
-        index._weight += 1
+        if index.weight >= index.generation_max:
+            index.old, index.young, index.weight = index.young, {}, 0
+        index.weight += 1
         index.young[name] = chunk
         store.was_written()
         return 0

@@ -58,9 +58,9 @@ if TYPE_CHECKING:
     from nvpool.store.server.io_stats import IoStats
     from nvpool.store.server.serving_lease import ServingLease
 
-_fast_reads = load_compiled("nvpool.store.server._fast_reads")
+compiled = load_compiled("nvpool.store.server._fast_reads")
 
-IS_COMPILED = _fast_reads is not None
+IS_COMPILED = compiled is not None
 
 BLOCKS_MAX = 8
 """Largest read in blocks. The compiled path allows four times as many if it can answer later.
@@ -226,7 +226,7 @@ async def close(reads: Any, drain_s: float) -> None:
     reads.close()
 
 
-Reads = PlainReads if _fast_reads is None else _fast_reads.FastReads
+Reads = PlainReads if compiled is None else compiled.FastReads
 
 
 def open_fast_reads(

@@ -131,10 +131,10 @@ class StoreService:
         self._callers = callers or Callers()
         self._pool_keys = pool_keys or PoolKeys()
         self.clock = clock
-        self._refresh_map = refresh_map
+        self.refresh_map = refresh_map
         self.map_state = MapState()
-        self._rights = VerifiedGrants(grant_secret, clock, self._rights_taken)
-        self.grant, self.known_grants = self._rights.grant, self._rights.known
+        self.verified_grants = VerifiedGrants(grant_secret, clock, self._rights_taken)
+        self.grant, self.known_grants = self.verified_grants.grant, self.verified_grants.known
         self.use = IoStats(clock, self.known_grants)
         self._tasks: set[asyncio.Task] = set()
         self._reads: dict[Call, str] = {}
@@ -154,7 +154,7 @@ class StoreService:
         self.replica = Replica(
             store, target, clock, grant_secret, dialer=dialer, ask_map=refresh_map or (lambda: None)
         )
-        self._giving = giving = TransferServer(
+        self.transfer_server = giving = TransferServer(
             store,
             self.replica,
             target,
@@ -281,7 +281,7 @@ class StoreService:
     async def _tend(self) -> None:
         while True:
             await asyncio.sleep(TEND_S)
-            self._rights.tend()
+            self.verified_grants.tend()
             try:
                 await self.store.tend()
             except NvpoolError as error:
@@ -309,21 +309,28 @@ class StoreService:
             call.fail(Draining())
         if self.upkeep is not None:
             await self.upkeep.close()
-        for task in [*self._tasks, *([self._tending] if self._tending else [])]:
+        for task in list(self._tasks):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        await self.stop_tending()
         self.ended_equal = not self.replica.pending
         await self.replica.close()
         await self.store.close()
+
+    async def stop_tending(self) -> None:
+        """Stop the periodic work that `start` began; part of `close`."""
+        if self._tending is not None:
+            self._tending.cancel()
+            await asyncio.gather(self._tending, return_exceptions=True)
 
     def update_map(self, pool_map: PoolMap) -> None:
         """Use this map if it is newer than the current one."""
         if pool_map.epoch <= self.map_state.epoch:
             return
         self.map_state.use(pool_map)
-        self._rights.use(pool_map.rights_taken)
+        self.verified_grants.use(pool_map.rights_taken)
         self.replica.update_map(pool_map)
-        self._giving.update_map(pool_map)
+        self.transfer_server.update_map(pool_map)
         if self.upkeep is not None:
             self.upkeep.update_map(pool_map)
         self.serving_lease.update_map(pool_map)
@@ -417,10 +424,10 @@ class StoreService:
         """
         if (
             epoch > self.map_state.epoch
-            and self._refresh_map is not None
+            and self.refresh_map is not None
             and self.map_state.pool_map is not None
         ):
-            self._refresh_map()
+            self.refresh_map()
             if not all(self.replica.is_full_member(chain_of(inode, index)) for inode, index in chunks()):
                 raise Busy("this target does not know the newest pool map yet", retry_after_s=0.02)
         if epoch >= self.map_state.epoch or not self.map_state.pool_map:
@@ -443,7 +450,7 @@ class StoreService:
     @property
     def waiting(self) -> bool:
         """Whether requests wait here, apart from those of other targets that catch up."""
-        return self.waiting_count > self._giving.active
+        return self.waiting_count > self.transfer_server.active
 
     # -- grants ------------------------------------------------------------------------------------------------------
 
@@ -646,7 +653,7 @@ class StoreService:
         )
         until = work.go_on()
         if until is None:
-            self._answer_write(call, work)
+            self.answer_write(call, work)
         else:
             self._later(call, self._finish_write(call, work, until))
 
@@ -666,9 +673,10 @@ class StoreService:
                 until = work.go_on()
         finally:
             work.drop_placed()
-        self._answer_write(call, work)
+        self.answer_write(call, work)
 
-    def _answer_write(self, call: Call, work: WriteBatch) -> None:
+    def answer_write(self, call: Call, work: WriteBatch) -> None:
+        """Reply with the results of a batch of writes; refused if the serving lease has ended."""
         if self.serving_lease.shared:
             self.serving_lease.check()
         if self.use.on:
@@ -729,7 +737,7 @@ class StoreService:
         key = self.volume_key(request.wrapped_key)
         if self.upkeep is not None:
             self.upkeep.resync.guard.cut(*what)
-        with self._giving.cutting(request.inode):
+        with self.transfer_server.cutting(request.inode):
             freed = await self.replica.cut(*what, None if key is None else key.cipher)
         call.reply(pb.CutReply(map_epoch=self.map_state.epoch, bytes=freed).SerializeToString())
 

@@ -290,7 +290,7 @@ def test_member_with_an_old_map_reports_no_hole():
             asyncio.get_running_loop().call_later(0.05, lambda: give(s.pool.pool_map))
 
         for store in s.pool.stores.values():
-            store._refresh_map = partial(update_later, store.update_map)
+            store.refresh_map = partial(update_later, store.update_map)
             store.update_map = lambda pool_map: None
         await s.give_up()
         assert not asked

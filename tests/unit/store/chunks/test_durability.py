@@ -102,9 +102,9 @@ def on_a_forgetting_drive(test):
 async def test_data_is_synced_before_the_index_commit(one):
     states = []
     await one.store.abandon()
-    store = await one.begin(step=lambda name: states.append((name, len(one.device._unsynced))))
+    store = await one.begin(step=lambda name: states.append((name, len(one.device.unsynced))))
     await put(store, 1, 0, 0, some_bytes(50_000))
-    assert one.device._unsynced
+    assert one.device.unsynced
     states.clear()
     await store.kv.checkpoint()
     assert ("begun", 0) in states and ("frozen", 13) in states

@@ -525,7 +525,7 @@ async def test_locations_need_the_descriptor_token_and_a_valid_grant(
 async def test_locations_are_recalled_when_a_right_is_revoked(one):
     await put(one.store, 1, 0, 0, some_bytes(BLOCK))
     ((_, _, _, _, _, slot, stamp, _),) = ask(one, [(1, 0, 256, 0, 0)])[0]
-    assert one.store.location_leases._table[slot] == stamp
+    assert one.store.location_leases.stamps[slot] == stamp
     service = StoreService(one.store, target=1, grant_secret=SECRET, clock=one.clock)
     service.update_map(
         taken(
@@ -537,7 +537,7 @@ async def test_locations_are_recalled_when_a_right_is_revoked(one):
             60_000,
         )
     )
-    assert one.store.location_leases._table[slot] != stamp
+    assert one.store.location_leases.stamps[slot] != stamp
 
 
 def test_too_many_leased_inodes_count_as_leased_together(monkeypatch):

@@ -88,7 +88,7 @@ def test_holes_count_for_the_size_of_a_batch(tmp_path):
 def test_compiled_and_python_passes_give_the_same_reply(tmp_path, monkeypatch, verify):
     async def main():
         store, contents = await filled(tmp_path / "t")
-        chance, whole, refused, found = random.Random(2), 0, 0, reads_module._read_batch.find
+        chance, whole, refused, found = random.Random(2), 0, 0, reads_module.compiled.find
 
         def counted(reads, number, *more):
             nonlocal whole
@@ -100,14 +100,14 @@ def test_compiled_and_python_passes_give_the_same_reply(tmp_path, monkeypatch, v
             packed = b"".join(some_reads(chance, contents, chance.choice([1, 3, 50, 200])))
             if turn % 20 == 0:  # the index cache is empty
                 store.index.young.clear()
-                store.index._old.clear()
-            monkeypatch.setattr(reads_module._read_batch, "find", counted)
+                store.index.old.clear()
+            monkeypatch.setattr(reads_module.compiled, "find", counted)
             one = results_of(store, packed, verify)
-            kept, reads_module._read_batch = reads_module._read_batch, None
+            kept, reads_module.compiled = reads_module.compiled, None
             try:
                 assert results_of(store, packed, verify) == one
             finally:
-                reads_module._read_batch = kept
+                reads_module.compiled = kept
             results, checksums, payload = one
             at = 0
             for (inode, index, offset, _, _, _), (status, _, length, _) in zip(
@@ -143,15 +143,15 @@ def test_too_large_batch_is_refused_by_both_passes(tmp_path):
         for length, count in ((64 * BLOCK, 130), (BLOCK, 8193)):
             packed = READ.pack(1, 0, 0, length, 0, 0) * count
             outcomes = []
-            kept = reads_module._read_batch
+            kept = reads_module.compiled
             for way in (kept, None):
-                reads_module._read_batch = way
+                reads_module.compiled = way
                 try:
                     outcomes.append(results_of(store, packed, False))
                 except Exception as error:
                     outcomes.append((type(error), str(error)))
                 finally:
-                    reads_module._read_batch = kept
+                    reads_module.compiled = kept
             assert outcomes[0] == outcomes[1]
         await store.close()
 
@@ -160,7 +160,7 @@ def test_too_large_batch_is_refused_by_both_passes(tmp_path):
 
 @pytest.mark.compiled
 def test_inconsistent_arguments_read_no_foreign_memory():
-    find = reads_module._read_batch.find
+    find = reads_module.compiled.find
     entry = READ.pack(1, 0, 0, BLOCK, 0, 0)
     for number, results in ((0, bytearray(15)), (-1, bytearray(16))):
         with pytest.raises(ValueError):

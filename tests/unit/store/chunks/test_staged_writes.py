@@ -31,7 +31,7 @@ class Gate:
 
 
 def free_blocks(store) -> int:
-    return store.allocator._available
+    return store.allocator.available_blocks
 
 
 @on_a_forgetting_drive

@@ -21,7 +21,7 @@ class Place:
         self.content = os.urandom(4 * MIB)
         path.write_bytes(self.content)
         self.device = FileDevice(str(path), **options)
-        if self.device.direct_reads._direct < 0:
+        if self.device.direct_reads.direct_fd < 0:
             pytest.skip("this file system or kernel has no reads past the page cache")
         self.forget()
 
@@ -87,7 +87,7 @@ def test_old_reads_do_not_count_as_repeated(tmp_path):
 
     async def work(place):
         place.device.direct_reads.close()
-        place.device.direct_reads = direct_reads.DirectReads(place.device.fd, place.device._reader, clock)
+        place.device.direct_reads = direct_reads.DirectReads(place.device.fd, place.device.reader, clock)
         for _ in range(3):
             await place.read([0], [MIB])
             assert not place.cached()
@@ -128,7 +128,7 @@ def test_cached_and_written_pages_are_read_from_the_cache(tmp_path):
 def test_drive_without_direct_reads_uses_the_page_cache(tmp_path):
     async def work(place):
         directory = os.open(tmp_path, os.O_RDONLY)
-        os.dup2(directory, place.device.direct_reads._direct)
+        os.dup2(directory, place.device.direct_reads.direct_fd)
         os.close(directory)
         await place.read([0], [MIB])
         assert place.cached() >= 256
@@ -150,7 +150,7 @@ def test_remembered_reads_are_bounded(monkeypatch, tmp_path):
     reads = direct_reads.DirectReads(fd, Nothing())
     for at in range(100):
         reads.begin([at * MIB], [MIB], [0], memoryview(b""), lambda outcome: None)
-        assert len(reads._new) <= 11 and len(reads._old) <= 11
+        assert len(reads.young) <= 11 and len(reads.old) <= 11
     reads.close()
     os.close(fd)
 

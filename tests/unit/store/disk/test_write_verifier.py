@@ -216,7 +216,7 @@ async def test_write_repeated_after_a_dead_head_is_not_lost():
     async with Losing(2) as one:
         handle = await one.file(b"file", b"x" * 9000)
         head = one.head_of(handle)
-        one.pool.stores[head]._answer_write = lambda call, work: None  # the head dies before it replies
+        one.pool.stores[head].answer_write = lambda call, work: None  # the head dies before it replies
         writing = asyncio.create_task(one.vfs.write(handle, 0, b"y" * 9000))
         flushing = asyncio.create_task(one.vfs.flush(handle))
         chunk = handle.inode, 0

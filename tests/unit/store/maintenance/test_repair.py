@@ -26,7 +26,7 @@ def test_unrepaired_blocks_are_retried_soon_after_a_new_map():
     async def run():
         store = MemoryChunkStore(1 << 20)
         repair = Counted(store)
-        store._note_bad(1, 0, 0, "does not fit its checksum")
+        store.note_bad(1, 0, 0, "does not fit its checksum")
         repair.update_map(a_pool((4,), 1))
         await asyncio.sleep(1000)
         waits = [

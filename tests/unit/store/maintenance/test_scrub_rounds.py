@@ -129,7 +129,7 @@ def test_round_and_pause_survive_a_restart():
         async with InProcessPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
             await a_file(pool, 8 * MIB)
             rounds = pool.stores[1].upkeep.rounds
-            rounds._throttle.bytes_per_s = 4 * MIB
+            rounds.throttle.bytes_per_s = 4 * MIB
             rounds.order("start")
             await until(lambda: rounds.status().blocks >= 512)
             rounds.order("pause")

@@ -331,8 +331,7 @@ async def test_read_at_the_head_waits_for_an_unacknowledged_write(tmp_path):
         await pool.until(lambda: pool.held[last])
         assert pool.stores[head].replica.is_pending([(inode, 0)])
         # the last member has not committed: a read there returns the old bytes, the head does not reply
-        other = await pool.client("other", FAST._replace(deadline_s=0.3))
-        reading = pool.stores[head].replica.decided([(inode, 0)], other._clock.boottime_s() + 0.2)
+        reading = pool.stores[head].replica.decided([(inode, 0)], pool.clock.boottime_s() + 0.2)
         with pytest.raises(Busy):
             await reading
         assert (await read_all((await pool.client("third", FAST)).vfs, inode, 12_000))[:3] == b"old"
@@ -462,7 +461,7 @@ def spoil(pool: InProcessPool, target: int, inode: int, index: int, block: int) 
     """Change a byte of a block on the drive."""
     store = pool.stores[target].store
     (place,) = store.index.places(store.index.chunk(inode, index), block, 1)
-    with open(pool._path("targets", str(target), "data"), "r+b") as data:
+    with open(store.device.path, "r+b") as data:
         data.seek((place << 12) + 100)
         byte = data.read(1)
         data.seek((place << 12) + 100)

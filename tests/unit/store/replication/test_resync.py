@@ -35,6 +35,7 @@ from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.chunks.read_batch import RESULT
 from nvpool.store.disk.index_records import encode_segment, segment_key
+from nvpool.store.replication.transfer_client import OtherTargets
 from nvpool.store.server.service import StoreService
 from nvpool.store.server.write_batch import WRITE
 from nvpool.testing.contracts.chunk_store import content, get, is_sound, put, some_bytes
@@ -102,14 +103,13 @@ class Stores:
         service = self.services.pop(target)
         if kill and not self.memory:
             await service.upkeep.close()
-            service._tending.cancel()
-            await asyncio.gather(service._tending, return_exceptions=True)
+            await service.stop_tending()
             await self.stores[target].abandon()
         elif not self.memory:
             await service.close()
         else:
             await service.upkeep.close()
-            service._tending.cancel()
+            await service.stop_tending()
         await self.dialers.pop(target).close()
 
     def use(self, chains, tables=(1,), only=None, requests=None):
@@ -330,8 +330,8 @@ def test_target_answers_only_pool_members_for_own_chains():
             ):
                 with pytest.raises(errors.WrongTarget):
                     await asked
-            others._secret = b"z" * 32
-            others._authority_ends_ms = 0
+            others = OtherTargets(one.dialers[JOINER], b"z" * 32, SYSTEM_CLOCK)
+            others.update_map(one.map)
             for asked in (
                 others.versions(SOURCE, ChainSet([(1, 5)]), None),
                 others.fetch(SOURCE, [(1, 0, 1)]),
@@ -434,7 +434,7 @@ class Load:
         with contextlib.suppress(errors.Fenced, KeyError):
             service = self.one.services[target]
             service.upkeep.resync.guard.cut(inode, size, self.cuts[inode], 20, 0)
-            with service._giving.cutting(inode):
+            with service.transfer_server.cutting(inode):
                 await self.one.stores[target].cut(inode, size, self.cuts[inode], 20)
 
 
@@ -514,7 +514,7 @@ def test_resync_ends_when_the_target_joins_no_chain():
             one.use(joins())
             await until(lambda: one.resync().progress.chunks_copied >= 1)
             one.use(lambda table, number: Chain(8, (SOURCE,)))
-            await until(lambda: not one.resync()._tasks)
+            await until(lambda: one.resync().is_idle)
             assert not one.resync().equal and one.resync().progress.chains == 0
 
     asyncio.run(run())
@@ -786,7 +786,7 @@ def test_drained_target_removes_late_chunks(monkeypatch):
             await put(store, 1, 0, 0, some_bytes(100), epoch=5)
             one.use(lambda table, number: Chain(7, (SOURCE,)), requests={JOINER: "drain"})
             await until(lambda: not store.chunks)
-            store._used = 1  # as with damaged records
+            store.used_blocks = 1  # as with damaged records
             await put(store, 2, 0, 0, b"x", table=5)
             one.use(lambda table, number: Chain(7, (SOURCE,)), requests={JOINER: "drain"})
             await until(lambda: "nvpool fsck POOL --repair" in orphans.waits_for)

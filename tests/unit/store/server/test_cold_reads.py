@@ -87,7 +87,7 @@ async def test_cold_read_completes_without_a_task(bench):
     assert asyncio.all_tasks() == tasks and not any(call.answered.is_set() for call in calls)
     await bench.let_go()
     assert [outcome(call) for call in calls] == [([0], part(3)), ([0, 0, 0], part(0, 7, 5))]
-    assert not bench.service._reads and bench.store.readings.oldest() == float("inf")
+    assert not bench.service.waiting_count and bench.store.readings.oldest() == float("inf")
 
 
 @cold
@@ -115,13 +115,13 @@ async def test_cold_block_with_a_wrong_checksum_is_recorded(bench):
 @cold
 async def test_failed_reply_does_not_block_others(bench):
     spoiled, good = bench.ask(1), bench.ask(2)
-    complete, bench.store.reader._complete = bench.store.reader._complete, lambda *_: 1 // 0
+    complete, bench.store.reader.complete = bench.store.reader.complete, lambda *_: 1 // 0
     (*_, first), (*_, second) = bench.waiting
     first([None])
-    bench.store.reader._complete = complete
+    bench.store.reader.complete = complete
     second([None])
     assert isinstance(spoiled.error, ZeroDivisionError) and outcome(good)[0] == [0]
-    assert not bench.service._reads and bench.store.readings.oldest() == float("inf")
+    assert not bench.service.waiting_count and bench.store.readings.oldest() == float("inf")
 
 
 @cold

@@ -160,7 +160,7 @@ def cached(cold):
 
 @with_cold
 async def test_large_reads_bypass_the_page_cache_until_repeated(cold):
-    if not cold.store.device.direct_reads._on:
+    if not cold.store.device.direct_reads.on:
         pytest.skip("no reads past the page cache here")
     places = ((0, 32), (32, 32), (64, 16), (80, 31), (3, 17), (7, 9))
     for flags in (1, 0):
@@ -172,8 +172,8 @@ async def test_large_reads_bypass_the_page_cache_until_repeated(cold):
     evict(cold.store.device.path)
     frames = [cold.bench.frame(first, count, number=first + 1, flags=1) for first, count in places]
     for again in (False, True):
-        cold.store.device.direct_reads._new.clear()
-        cold.store.device.direct_reads._old.clear()
+        cold.store.device.direct_reads.young.clear()
+        cold.store.device.direct_reads.old.clear()
         cold.begin(*frames)
         sent = await cold.come()
         assert sorted(sent) == sorted(await cold.expected(*frames)), again
@@ -185,17 +185,17 @@ async def test_large_reads_bypass_the_page_cache_until_repeated(cold):
 @with_cold
 async def test_drive_without_direct_reads_is_read_through_the_cache(cold):
     direct = cold.store.device.direct_reads
-    if not direct._on:
+    if not direct.on:
         pytest.skip("no reads past the page cache here")
     directory = os.open("/", os.O_RDONLY)
-    os.dup2(directory, direct._direct)
+    os.dup2(directory, direct.direct_fd)
     os.close(directory)
     frame = cold.bench.frame(0, 32, flags=1)
     cold.begin(frame)
     async with asyncio.timeout(60):
         while not cold.side.sent:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    assert await cold.come() == await cold.expected(frame) and not direct._on
+    assert await cold.come() == await cold.expected(frame) and not direct.on
 
 
 @with_cold
@@ -208,7 +208,7 @@ async def test_queued_large_replies_keep_their_memory(cold):
     expected, direct = sorted(await cold.expected(*frames)), cold.store.device.direct_reads
     kept = []  # no consumer takes them
     for turn in range(20):
-        direct._new.clear(), direct._old.clear()
+        direct.young.clear(), direct.old.clear()
         cold.begin(*frames)
         async with asyncio.timeout(60):
             while cold.reads.waiting:  # noqa: ASYNC110
@@ -291,7 +291,7 @@ async def test_usage_report_includes_reads_started_before(cold):
     cold.begin(cold.bench.frame(3))
     cold.service.use.report(pb.UseRequest(for_s=5))
     assert await cold.come() == [cold.answers[3]]
-    assert cold.service.use._rows
+    assert cold.service.use.report(pb.UseRequest()).rows
 
 
 @with_cold

@@ -100,27 +100,28 @@ class One:
                 one.table,
                 [segment and (segment.disk.tolist(), segment.crcs, segment.base) for segment in one.segments],
             )
-            for name, one in {**store.index._old, **store.index.young}.items()
+            for name, one in {**store.index.old, **store.index.young}.items()
             if one.version
         }
         return {
             "index": index,
             "chunks": chunks,
             "used": allocator.used_blocks,
-            "available": allocator._available,
-            "held": allocator._held,
-            "spare": allocator._spare.tolist(),
-            "level": bytes(allocator._level),
-            "small": allocator._small,
+            "available": allocator.available_blocks,
+            "held": allocator.held_masks,
+            "spare": allocator.spare.tolist(),
+            "level": bytes(allocator.levels),
+            "small": allocator.small_group,
             "scrub": allocator.changed_groups,
             "groups": {
-                number: (group.used, group.deltas.tolist()) for number, group in allocator._cached.items()
+                number: (group.used, group.deltas.tolist())
+                for number, group in allocator.cached_groups.items()
             },
-            "written": store._written,
+            "written": store.written_bytes,
             "writes": store.write_count,
             "sequence": store.kv.sequence,  # not the journal's offset: the checkpoint of each second resets it
-            "run": (store.device._run_start, store.device._run_end),
-            "table": bytes(store.location_leases._table),
+            "run": (store.device.run_start, store.device.run_end),
+            "table": bytes(store.location_leases.stamps),
         }
 
     def data(self):
@@ -274,8 +275,8 @@ def test_free_map_group_is_filled_and_the_next_one_started(tmp_path, left):
                 transaction = (
                     Transaction()
                 )  # all of the second group but the last blocks, as if used by other writes
-                allocator._small = 1
-                allocator._take(transaction.taken, 1, 0, GROUP_BLOCKS - left)
+                allocator.small_group = 1
+                allocator.take(transaction.taken, 1, 0, GROUP_BLOCKS - left)
                 effects = allocator.effects(transaction)
                 allocator.commit(transaction, one.store.kv.apply(effects))
             for n in range(40 if left else 3):
@@ -555,11 +556,16 @@ def test_fenced_closed_full_or_watched_store_uses_no_fast_path(tmp_path):
             asked, store, service = frame(one.clock), one.store, one.service
 
             def is_left():
-                before = store.kv.sequence, store._written, one.counters.begun, store.allocator.used_blocks
+                before = (
+                    store.kv.sequence,
+                    store.written_bytes,
+                    one.counters.begun,
+                    store.allocator.used_blocks,
+                )
                 assert service.fast_path.answer(bytearray(asked), len(asked), {}, one.counters, []) == 0
                 return (
                     store.kv.sequence,
-                    store._written,
+                    store.written_bytes,
                     one.counters.begun,
                     store.allocator.used_blocks,
                 ) == before
@@ -583,12 +589,12 @@ def test_fenced_closed_full_or_watched_store_uses_no_fast_path(tmp_path):
             assert left_with(service.fast_path, "epoch", 0)
             assert left_with(store.device, "direct_write_bytes", 4096)
             assert left_with(store.quarantine, "chunks", {(1, 0)})
-            assert left_with(store.allocator, "_available", 0)
+            assert left_with(store.allocator, "available_blocks", 0)
             assert left_with(store.allocator, "reserve_blocks", store.block_count)
-            assert left_with(store.allocator, "_cached", {})
+            assert left_with(store.allocator, "cached_groups", {})
             assert left_with(store.index, "young", {(1, 0): None})
-            assert left_with(store.index, "_old", {(1, 0): None})
-            epochs = service.replica._chain_epochs[1]
+            assert left_with(store.index, "old", {(1, 0): None})
+            epochs = service.replica.chain_epochs[1]
             mine = epochs[chain_of(1, 0)]
             epochs[chain_of(1, 0)] = 0  # the chain belongs to another target
             assert is_left()
@@ -756,7 +762,7 @@ def test_writes_are_left_while_rights_are_revoked(tmp_path):
             one.said(inode=2, epoch=6)
             assert one.taken == 1, "the fast path does not check revoked rights"
             one.clock.advance(6.0)
-            one.service._rights.tend()
+            one.service.verified_grants.tend()
             one.said(inode=3, epoch=6)
             assert one.taken == 2
 

@@ -36,8 +36,8 @@ BLOCKS = 200
 """Written blocks of the chunk: three whole segments and a part of one."""
 HOLE = 150
 IMPLEMENTATIONS = {"plain": fast_reads.PlainReads}
-if fast_reads._fast_reads is not None:
-    IMPLEMENTATIONS["compiled"] = fast_reads._fast_reads.FastReads
+if fast_reads.compiled is not None:
+    IMPLEMENTATIONS["compiled"] = fast_reads.compiled.FastReads
 
 
 class Ordinary(ServerConnection):

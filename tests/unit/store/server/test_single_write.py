@@ -245,7 +245,7 @@ def test_shared_or_lost_chunks_use_the_batch_path():
         replica = store.service.replica
         for on, off in (
             (lambda: setattr(replica, "shares", True), lambda: setattr(replica, "shares", False)),
-            (lambda: replica.losing._chains.update({0: 1}), replica.losing._chains.clear),
+            (lambda: replica.losing.chains.update({0: 1}), replica.losing.chains.clear),
             (
                 lambda: setattr(store.store, "places_first", lambda *_: True),
                 lambda: delattr(store.store, "places_first"),

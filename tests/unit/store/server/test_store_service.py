@@ -515,7 +515,7 @@ async def test_newer_map_epoch_triggers_one_refresh(bench):
     pool_map = a_map()
     bench.service.update_map(pool_map)
     asked = []
-    bench.service._refresh_map = lambda: (asked.append(1), bench.service.update_map(changed(pool_map)))
+    bench.service.refresh_map = lambda: (asked.append(1), bench.service.update_map(changed(pool_map)))
     await bench.read([(1, 0, 0, 4096)], epoch=6)
     await bench.read([(1, 0, 0, 4096)], epoch=6)
     assert asked == [1]
@@ -666,7 +666,8 @@ def test_cancelled_waiting_write_is_not_applied_later():
 def test_writes_past_their_deadline_report_which_were_done():
     async def run():
         bench = Bench()
-        bench.store = bench.service.replica._store = Waiting(bench.clock)
+        bench.store = Waiting(bench.clock)
+        bench.serve()
         found = await bench.write(
             [(1, 0, number, number, 0, DATA) for number in range(1, 9)],
             deadline_s=bench.clock.boottime_s() + 3.5,
@@ -683,7 +684,7 @@ async def test_draining_service_refuses_new_requests(bench):
     await bench.service.close(1.0)
     with pytest.raises(errors.Draining):
         await bench.read([(1, 0, 0, 4096)])
-    assert not bench.service._tasks
+    assert not bench.service.waiting_count
 
 
 class WaitingStore(MemoryChunkStore):
@@ -774,7 +775,7 @@ async def test_expired_revocations_are_dropped(bench):
     bench.service.update_map(taken(small_map(5), 77, "", grants.READ, now_ms, 60_000))
     assert (await bench.read([(1, 0, 0, 4096)], long, 9))[0] == [errors.StaleGrant.wire_code]
     bench.clock.advance(61.0)
-    bench.service._rights.tend()
+    bench.service.verified_grants.tend()
     assert (await bench.read([(1, 0, 0, 4096)], long, 9))[0] == [0]
 
 
