@@ -74,9 +74,7 @@ class Mounted(Kernel):
     async def hold_stores(self) -> None:
         """Hold back the messages to stores from now on."""
         for target in self.vfs.view.map.targets:
-            connection = await self.vfs.chunks.dialer.connect(
-                target.endpoints, SYSTEM_CLOCK.boottime_s() + 5
-            )
+            connection = await self.vfs.chunks.dialer.connect(target.endpoints, SYSTEM_CLOCK.boottime_s() + 5)
             connection.frames.transport = Holding(connection.frames.transport, self.held)
 
     async def release_stores(self) -> None:

@@ -570,9 +570,7 @@ def test_bytes_that_the_socket_queues_are_sent_in_order():
             _, handle = await here.vfs.create(ROOT_INODE, b"%d" % number, 0o640, os.O_RDWR | os.O_CREAT, ME)
             made.append((handle, numbers.randbytes(numbers.choice((4096, 32768)))))
         for target in here.pool.pool_map.targets:
-            connection = await here.vfs.chunks.dialer.connect(
-                target.endpoints, SYSTEM_CLOCK.boottime_s() + 5
-            )
+            connection = await here.vfs.chunks.dialer.connect(target.endpoints, SYSTEM_CLOCK.boottime_s() + 5)
             connection.frames.transport.get_extra_info("socket").setsockopt(
                 socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
             )
