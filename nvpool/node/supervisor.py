@@ -116,6 +116,8 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._answers: set[asyncio.Task[None]] = set()
+        self._changes: set[asyncio.Task[dict]] = set()
+        """Changes that go on although their caller has disconnected."""
         self._answers_of: Counter[str] = Counter()
         self._failed = failed
         self._drain_s = config.supervisor.drain_s
@@ -294,11 +296,11 @@ class Supervisor:
         """Refuse all requests. On return no reply task is left: closing the loop would destroy it in the
         middle."""
         self._closed = True
-        answers = list(self._answers)
-        for task in answers:
-            task.cancel()
-        if answers:
-            await asyncio.wait(answers, timeout=_ANSWER_S)
+        for tasks in (list(self._answers), list(self._changes)):
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=_ANSWER_S)
         await self.leading.close()
         await self._dialer.close()
         await asyncio.to_thread(self._audit.close)
@@ -643,14 +645,14 @@ class Supervisor:
             arguments = None
         if not isinstance(arguments, dict):
             raise InvalidRequest(f"{request.verb} wants a JSON object")
-        # Shielded from a caller that disconnects: a change that has begun is finished or refused as a whole.
-        result = await asyncio.shield(
-            asyncio.ensure_future(
-                audited(
-                    self._audit, request.verb, actor_of(call.peer), arguments, verbs[request.verb](arguments)
-                )
-            )
+        # Shielded from a caller that disconnects: a change that has begun is finished or refused as a whole. The
+        # event loop does not keep a task alive on its own.
+        changing = asyncio.ensure_future(
+            audited(self._audit, request.verb, actor_of(call.peer), arguments, verbs[request.verb](arguments))
         )
+        self._changes.add(changing)
+        changing.add_done_callback(self._changes.discard)
+        result = await asyncio.shield(changing)
         return pool_pb2.PoolChangeReply(
             result=msgspec.json.encode(with_old_fields(result))
         ).SerializeToString()

@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 cdef uint8_t encrypted = ENCRYPTED
 
 cdef enum:
-    OUT_BYTES_MAX = 256 << 10   # rpc/transports/stream.GATHER_BYTES
+    OUT_BYTES_MAX = 256 << 10   # rpc/transports/frame_stream.GATHER_BYTES
     MESSAGE_MAX = 1024          # of a request: a name of 255 bytes and some numbers
     NAME_MAX = 255
     ANSWER_MAX = 1024           # header, attributes twice, a grant

@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import warnings
+import weakref
 from functools import partial
 
 import msgspec
@@ -421,3 +422,32 @@ def test_open_polls_of_a_peer_are_bounded(tmp_path, monkeypatch):
             await supervisor.close()
 
     asyncio.run(main())
+
+
+def test_change_goes_on_when_its_caller_disconnects(tmp_path, monkeypatch):
+    """The event loop alone does not keep a task alive: a garbage collection would end the change in the middle."""
+
+    async def run(supervisor, stop, failed, directory, running):
+        waited_for, finished = [], []
+
+        async def order(arguments):
+            future = asyncio.get_running_loop().create_future()
+            waited_for.append(weakref.ref(future))
+            await future
+            finished.append(arguments)
+            return {}
+
+        monkeypatch.setattr(supervisor._scrubbing, "order", order)
+        request = pool_pb2.PoolChangeRequest(verb="scrub", arguments=b'{"n": 1}')
+        asked = Asked(wire_pb2.POOL_CHANGE, request.SerializeToString())
+        supervisor.handle(asked)
+        await until(lambda: waited_for)
+        asked.cancel()
+        del asked
+        for _ in range(5):
+            await asyncio.sleep(0)
+            gc.collect()
+        waited_for[0]().set_result(None)
+        await until(lambda: finished)
+
+    scenario(tmp_path / "pool", monkeypatch, run)
