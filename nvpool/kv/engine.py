@@ -146,7 +146,7 @@ class LmdbKv:
         self._drive_full = ""
         self._limit_adding = self._limit_reclaiming = 0
         self.entries_max = options.layer_entries_max
-        """Entries of the layer from which a checkpoint starts; set anew at each checkpoint."""
+        """Entries of the layer from which a checkpoint starts; set again at each checkpoint."""
         self._sync_timer: asyncio.TimerHandle | None = None
         self._checkpoint_timer: asyncio.TimerHandle | None = None
         self._syncing = False
