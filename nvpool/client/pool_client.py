@@ -156,9 +156,8 @@ class Client:
         )
         client = cls(vfs, view, dialer, clock)
         if certified:
-            client.start_renewal(
-                clients, greeting.identity
-            )  # in a node's directory the node's supervisor renews
+            # in a node's directory the node's supervisor renews
+            client.start_renewal(clients, greeting.identity)
         return client
 
     def start_renewal(self, directory: PoolDirectory, identity: TlsIdentity) -> None:

@@ -108,8 +108,8 @@ class MountView(NamedTuple):
         if not self.shows_subtree:
             return request
 
-        def translated(inode: int, parent: int, *arguments: Any) -> Any:
-            return request(self.here(inode), self.here(parent), *arguments)
+        def translated(inode: int, parent: int, *arguments: Any, **named: Any) -> Any:
+            return request(self.here(inode), self.here(parent), *arguments, **named)
 
         return cast("_Request", translated)
 
@@ -118,8 +118,8 @@ class MountView(NamedTuple):
         if not self.shows_subtree:
             return request
 
-        def translated(parent: int, name: bytes, new_parent: int, *arguments: Any) -> Any:
-            return request(self.here(parent), name, self.here(new_parent), *arguments)
+        def translated(parent: int, name: bytes, new_parent: int, *arguments: Any, **named: Any) -> Any:
+            return request(self.here(parent), name, self.here(new_parent), *arguments, **named)
 
         return cast("_Request", translated)
 
@@ -140,9 +140,9 @@ class MountView(NamedTuple):
         if not self.read_only:
             return request
 
-        async def checked(inode: int, flags: int, *arguments: Any) -> Any:
+        async def checked(inode: int, flags: int, *arguments: Any, **named: Any) -> Any:
             _check_only_reads(flags)
-            return await request(inode, flags, *arguments)
+            return await request(inode, flags, *arguments, **named)
 
         return cast("_Opening", checked)
 
@@ -151,9 +151,9 @@ class MountView(NamedTuple):
         if not self.read_only:
             return request
 
-        def checked(inode: int, flags: int, *arguments: Any) -> Any:
+        def checked(inode: int, flags: int, *arguments: Any, **named: Any) -> Any:
             _check_only_reads(flags)
-            return request(inode, flags, *arguments)
+            return request(inode, flags, *arguments, **named)
 
         return cast("_Opening", checked)
 
@@ -171,5 +171,5 @@ def _refuse_now(*_: object, **__: object) -> NoReturn:
     raise ReadOnly(_READ_ONLY)
 
 
-def _decline(*_: object) -> None:
+def _decline(*_: object, **__: object) -> None:
     """Nothing was begun."""

@@ -9,7 +9,7 @@ only what a *kernel* needs:
   drops the record of what the kernel caches. Memory does not grow with the number of files that the kernel
   knows.
 * What the kernel caches of names, attributes and pages, and how that is invalidated: `fuse/ops/kernel_cache`.
-* Requests for names and attributes: `fuse/ops/metadata`. DirectoryListings and their read-ahead: `fuse/ops/listing`.
+* Requests for names and attributes: `fuse/ops/metadata`. Listings and their read-ahead: `fuse/ops/listing`.
   Extended attributes: `fuse/ops/xattrs`.
 * Open files and directories get numbers (`fuse/ops/handles`), valid from open to release. Opening, reading
   and closing: `fuse/ops/open_files`; writing: `fuse/ops/writes`. Privileges that a write removes from a
