@@ -62,7 +62,7 @@ LIST_MAX = 1024
 """Most names of a page of a listing, and most inodes of META_GETATTR_MANY."""
 NAMES_MAX = 1000
 """Most names of META_LOOKUP_MANY."""
-INODES_MAX = 16_384
+INODES_MAX = 2048
 """Most inodes of a request that a client sends: META_RENEW_SESSION, META_RELEASE."""
 TICKETS_MAX = 4096
 SLOTS = 60
@@ -655,7 +655,7 @@ class Kind(NamedTuple):
 
 KINDS: dict[str, Kind] = {
     "reads": Kind("4 KiB reads, 8 × 128 in flight", steady("store", small_reads, 8, 128)),
-    "batches": Kind("8,192 reads of 4 KiB a request, 2 × 2 in flight", steady("store", read_batches, 2, 2)),
+    "batches": Kind("256 reads of 4 KiB a request, 2 × 2 in flight", steady("store", read_batches, 2, 2)),
     "unread": Kind("1 MiB reads and listings on 50 connections that never read", unread),
     "lookups": Kind("1,000 names a META_LOOKUP_MANY, 4 × 8 in flight", steady("shard", lookups, 4, 8)),
     "attributes": Kind(

@@ -296,6 +296,8 @@ class Supervisor:
         """Refuse all requests. On return no reply task is left: closing the loop would destroy it in the
         middle."""
         self._closed = True
+        if self._changes:  # they are finished as a whole, if they can be
+            await asyncio.wait(self._changes, timeout=_ANSWER_S)
         for tasks in (list(self._answers), list(self._changes)):
             for task in tasks:
                 task.cancel()
@@ -651,11 +653,16 @@ class Supervisor:
             audited(self._audit, request.verb, actor_of(call.peer), arguments, verbs[request.verb](arguments))
         )
         self._changes.add(changing)
-        changing.add_done_callback(self._changes.discard)
+        changing.add_done_callback(self._change_ended)
         result = await asyncio.shield(changing)
         return pool_pb2.PoolChangeReply(
             result=msgspec.json.encode(with_old_fields(result))
         ).SerializeToString()
+
+    def _change_ended(self, changing: asyncio.Task[dict]) -> None:
+        self._changes.discard(changing)
+        if not changing.cancelled():
+            changing.exception()  # audited; a caller that has gone does not ask for it
 
     async def _rotate(self, arguments: dict) -> dict:
         """Issue a new certificate for this node, with `new_key` under another key.

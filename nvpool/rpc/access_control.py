@@ -194,9 +194,10 @@ class CallerRights(NamedTuple):
     """Name that the limits count the caller for (rpc/peer_limits.identify). Empty for nodes, which have no share."""
 
 
-CLIENT_MESSAGE_BYTES_MAX = 288 << 10
-"""Longest message that a client may send, payload not counted: a longer one takes the event loop more than a
-millisecond to decode. It has room for two lists of the most inodes (meta/sessions/table.LISTED_INODES_MAX)."""
+CLIENT_MESSAGE_BYTES_MAX = 136 << 10
+"""Longest message that a client may send, payload not counted: a longer one takes the event loop more than half a
+millisecond to decode. It has room for an extended attribute, and for two lists of the most inodes or tickets
+(meta/sessions)."""
 _MESSAGE_BYTES_MAX: dict[int, int] = {
     wire.META_OPEN_SESSION: MESSAGE_BYTES_MAX,  # the open files of a session that is resumed, in one list
     wire.META_LOOKUP_MANY: 384 << 10,

@@ -18,7 +18,7 @@ from nvpool.core.errors import NvpoolError, StaleSession, WrongShard
 from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
-RENEW_INODES_MAX = 16384
+RENEW_INODES_MAX = 2048
 """Maximum number of inodes in one message; the next message follows immediately."""
 HELD = struct.Struct("<QI")
 """Inode and number of handles, in RenewSessionReply.held and ReleaseRequest.gone."""

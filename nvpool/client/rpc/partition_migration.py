@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from nvpool.client.rpc.deferred_close import RENEW_INODES_MAX
 from nvpool.client.rpc.shard_session import ShardSession
 from nvpool.client.rpc.slot_journal import SlotJournal
 from nvpool.client.state.leases import Leases
@@ -27,7 +28,6 @@ from nvpool.rpc.v1 import meta_pb2, wire_pb2
 LEAVE_S = 60.0
 """Time for a shard without partitions to answer changes in flight, before the session is closed."""
 LOOK_S = 0.1
-NAMES_MAX = 16_384
 
 
 class SessionOwner(Protocol):
@@ -134,10 +134,10 @@ class PartitionOwners:
         if not state.session:
             await self._meta.ensure_session(state, self._clock.boottime_s() + self._deadline_s)
         else:
-            for begin in range(0, len(inodes), NAMES_MAX):
+            for begin in range(0, len(inodes), RENEW_INODES_MAX):
                 request = meta_pb2.RenewSessionRequest(
-                    opened=read_write_codec.pack_inodes(inodes[begin : begin + NAMES_MAX]),
-                    named=begin + NAMES_MAX >= len(inodes),
+                    opened=read_write_codec.pack_inodes(inodes[begin : begin + RENEW_INODES_MAX]),
+                    named=begin + RENEW_INODES_MAX >= len(inodes),
                 )
                 await self._meta.ask_shard(
                     state.shard, wire_pb2.META_RENEW_SESSION, request, meta_pb2.RenewSessionReply

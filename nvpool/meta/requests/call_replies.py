@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
-from nvpool.core.errors import Busy, DeadlineExceeded, NvpoolError
+from nvpool.core.errors import Busy
 from nvpool.meta.admin_jobs import JobReply
 from nvpool.meta.deferred_replies import DeferredReplies
 from nvpool.meta.state.record_locks import LockedRecord
@@ -71,8 +71,8 @@ class CallReplies:
     def reply_in_steps(self, call: Call, steps: Iterator[Any]) -> None:
         """Run a generator of reply steps, which yields None after each step but the last, and then the reply.
 
-        The steps only read. The first one runs immediately, unless the peer is not trusted and another step of
-        such a peer has run in this iteration of the event loop (rpc/step_queue).
+        Only the last step may change something. The first one runs immediately, unless the peer is not trusted
+        and another step of such a peer has run in this iteration of the event loop (rpc/step_queue).
         """
         account = self._callers.account_of(call)
         if not account or self._steps.try_begin():
@@ -94,44 +94,6 @@ class CallReplies:
             except LockedRecord as held:
                 await held.wait()
                 self._handle(call)
-
-        self._waits.add(call, go_on, lambda: None)
-
-    def change_in_steps(self, call: Call, steps: Iterator[Any], is_short: bool) -> None:
-        """As `reply_in_steps`, for steps that change something.
-
-        A short request runs immediately and whole. A long one takes its waiting place before anything is
-        changed; then its steps run until the deadline, also if the client cancels the request. From then on
-        each error says that the request may have been applied, so no client repeats it as if nothing was done.
-
-        Busy: too many requests wait; nothing was changed.
-        """
-        if is_short:
-            for reply in steps:
-                if reply is not None:
-                    call.reply(reply.SerializeToString())
-            return
-        account, has_begun = self._callers.account_of(call), False
-
-        async def go_on() -> None:
-            nonlocal has_begun
-            try:
-                while True:
-                    await self._turn(account)
-                    has_begun = True
-                    found = self._step(call, steps)
-                    if found is not None:
-                        call.reply(found.SerializeToString())
-                        return
-            except NvpoolError as error:
-                error.may_be_applied = True
-                raise
-            except asyncio.CancelledError:
-                if not has_begun:
-                    raise
-                raise DeadlineExceeded(
-                    "the request was begun and not finished in time", may_be_applied=True
-                ) from None
 
         self._waits.add(call, go_on, lambda: None)
 

@@ -36,8 +36,6 @@ from nvpool.rpc.v1 import wire_pb2 as wire
 OWNERS_MAX = 4096
 OPENS_STEP = 32
 """Stated open inodes that are checked before other requests get their turn: a quarter of a millisecond."""
-COUNTED_STEP = 512
-"""Open inodes that are opened or closed before other requests get their turn: as long."""
 _log = logging.getLogger(__name__)
 
 
@@ -163,36 +161,26 @@ class SessionHandlers:
             self._sessions.belongs(session, "" if trusted else peer)
         if self._callers.user_of(call) is not None:
             request.identity = 0
-        is_short = len(opened) <= OPENS_STEP and len(released) <= COUNTED_STEP
-        answered = self._sessions.sequences(session)
-        self._replies.change_in_steps(
-            call, self._renewed(call, request, opened, released, answered), is_short
-        )
+        steps = self._renewed(call, request, opened, released)
+        if opened:
+            self._replies.reply_in_steps(call, steps)
+            return
+        for reply in steps:  # one step, which must not wait behind other requests of the peer
+            if reply is not None:
+                call.reply(reply.SerializeToString())
 
     def _renewed(
-        self,
-        call: Call,
-        request: pb.RenewSessionRequest,
-        opened: Sequence[int],
-        released: Sequence[int],
-        answered: Sequence[int],
+        self, call: Call, request: pb.RenewSessionRequest, opened: Sequence[int], released: Sequence[int]
     ) -> Iterator[pb.RenewSessionReply | None]:
-        """Register the open files that the client states, and close the released ones."""
+        """Register the open files that the client states, and close the released ones, both in the last step."""
         own = yield from self._own_opens(call, request.session, opened)
         session = self._sessions.of(request.session, self._callers.owner_of(call))
         self._check_ours(opened, released)
         if effects := self._sessions.identify(session, request.identity):
             self._kv.apply(effects, reclaims=True)
-        for some in _parts_of(own):
-            if some.start:
-                yield None
-                session = self._sessions.of(request.session, self._callers.owner_of(call))
-                self._check_ours(own)
-            self._sessions.state_open(session, own[some])
-        if (own and request.named) or not opened:
-            self._sessions.end_stated(session, own)
-        yield from self._close_in_steps(call, request.session, released, answered)
-        session = self._sessions.of(request.session, self._callers.owner_of(call))
+        if own or not opened:
+            self._sessions.name(session, own, request.named)
+        self._sessions.release(session, released)
         yield pb.RenewSessionReply(
             lease_s=self._options.session_lease_s,
             incarnation=self._status.incarnation,
@@ -306,42 +294,11 @@ class SessionHandlers:
         _check_slots(request.slots)
         inodes, gone = inodes_of(request.inodes, LISTED_INODES_MAX), handles_of(request.gone)
         self._check_ours(inodes, gone)
-        self._replies.change_in_steps(
-            call,
-            self._released(call, request, inodes, gone, self._sessions.sequences(session)),
-            is_short=len(inodes) <= COUNTED_STEP,
-        )
-
-    def _released(
-        self,
-        call: Call,
-        request: pb.ReleaseRequest,
-        inodes: Sequence[int],
-        gone: dict[int, int],
-        answered: Sequence[int],
-    ) -> Iterator[pb.ReleaseReply | None]:
-        """Close what the client has closed, and give up what it does not have open."""
-        yield from self._close_in_steps(call, request.session, inodes, answered)
-        session = self._sessions.of(request.session, self._callers.owner_of(call))
+        self._sessions.release(session, inodes)
         self._sessions.give_up_all(session, gone)
         for index in request.slots:
             self._sessions.give_up(session, self._sessions.slot(session, index))
-        yield pb.ReleaseReply()
-
-    def _close_in_steps(
-        self, call: Call, number: int, inodes: Sequence[int], answered: Sequence[int]
-    ) -> Generator[None, None, None]:
-        """Close these inodes, one handle each.
-
-        `answered`: sequences of the session's slots when the request arrived. What has begun is finished
-        unless the session ends, because a client that is refused repeats all of it, and a second close would
-        close another handle. An inode whose partition has left in the meantime has no handle here anymore.
-        """
-        for some in _parts_of(inodes):
-            if some.start:
-                yield None
-            session = self._sessions.of(number, self._callers.owner_of(call))
-            self._sessions.release(session, inodes[some], answered)
+        call.reply(b"")
 
     def _owners(self, call: Call) -> None:
         request = pb.SessionsRequest.FromString(bytes(call.message))
@@ -362,11 +319,6 @@ class SessionHandlers:
         request = pb.LockWaitRequest.FromString(bytes(call.message))
         self._sessions.of(request.session, self._callers.owner_of(call))
         self._locks.ask(call, request)
-
-
-def _parts_of(inodes: Sequence[int]) -> Iterator[slice]:
-    """Slices of at most COUNTED_STEP of the inodes, in their order."""
-    return (slice(first, first + COUNTED_STEP) for first in range(0, len(inodes), COUNTED_STEP))
 
 
 def _check_slots(slots: Collection[int]) -> None:

@@ -32,9 +32,10 @@ from nvpool.rpc.v1 import wire_pb2 as wire
 
 CLIENT_CHARACTERS_MAX = 255
 """Longest name of a client that a session keeps in memory; its record keeps as many bytes."""
-LISTED_INODES_MAX = 16_384
+LISTED_INODES_MAX = 2048
 """Inodes that one renewal or release may name: what a client sends in one message (RENEW_INODES_MAX in
-client/rpc/deferred_close), about five milliseconds of the event loop."""
+client/rpc/deferred_close), half a millisecond of the event loop. All of them are counted in one step: a client
+that is refused repeats the message, and nothing of it may have been done then."""
 OPEN_INODES_MAX = 1_000_000
 """Inodes that one session may have open: a bound for memory, far above the use of a node."""
 RESERVED_SHARE = 10
@@ -383,32 +384,21 @@ class Sessions:
         if inode:
             self.close(session, inode)
 
-    def release(self, session: Session, inodes: Sequence[int], answered: Sequence[int] | None = None) -> None:
+    def release(self, session: Session, inodes: Sequence[int]) -> None:
         """Close these inodes, one handle each, on behalf of the client.
 
-        The client has therefore received the answer to the change that opened them. `answered`: `sequences`
-        of the time when the client said so, if that was earlier; a later change may have opened them again.
+        The client has therefore received the answer to the change that opened them.
         """
         for inode in inodes:
             self.close(session, inode)
-        self._answered(session, inodes, answered)
+        self._answered(session, inodes)
 
     @staticmethod
-    def sequences(session: Session) -> list[int]:
-        """Sequence of the last change of each slot; 0 for an unused slot."""
-        return [0 if slot is None else slot.sequence for slot in session.slots]
-
-    @staticmethod
-    def _answered(session: Session, inodes: Iterable[int], answered: Sequence[int] | None = None) -> None:
+    def _answered(session: Session, inodes: Iterable[int]) -> None:
         """Note that the client has received the answers to the changes that opened these inodes."""
         closed = frozenset(inodes)
-        for index, slot in enumerate(session.slots) if closed else ():
-            if (
-                slot is not None
-                and slot.opened in closed
-                and not slot.awaited
-                and (answered is None or slot.sequence <= answered[index])
-            ):
+        for slot in session.slots if closed else ():
+            if slot is not None and slot.opened in closed and not slot.awaited:
                 slot.opened = 0
 
     def held(self, session: Session, nameless: Iterable[int]) -> bytes:
@@ -464,10 +454,11 @@ class Sessions:
                 self.open(session, attr.inode)
                 slot.opened = attr.inode
 
-    def state_open(self, session: Session, inodes: Iterable[int]) -> None:
+    def name(self, session: Session, inodes: Sequence[int], named: bool) -> None:
         """Add inodes that the client reports as open, once each.
 
-        A handle that came with a migrated partition is not counted twice.
+        A handle that came with a migrated partition is not counted twice. `named`: these are the last of all
+        open inodes.
         """
         for inode in inodes:
             known = session.brought.get(inode, 0)
@@ -476,14 +467,10 @@ class Sessions:
             else:
                 self.check_room(session)
                 self.open(session, inode)
-
-    @staticmethod
-    def end_stated(session: Session, inodes: Sequence[int]) -> None:
-        """Note that the client has reported these as the last of its open inodes; further opens are new."""
-        for inode in inodes:
+        for inode in inodes if named else ():
             session.brought.pop(inode, None)
         if not inodes:
-            session.brought.clear()
+            session.brought.clear()  # the client has reported all; further opens are new
 
     def forget(self, partitions: frozenset[int]) -> None:
         """Forget open files in these partitions, which belong to another shard now."""

@@ -169,7 +169,7 @@ def test_callers_are_named_by_certificate_and_uid():
 
 def test_long_messages_of_clients_are_refused():
     callers = Callers()
-    for method, most in ((Method.META_RELEASE, 288 << 10), (Method.META_LOOKUP_MANY, 384 << 10)):
+    for method, most in ((Method.META_RELEASE, 136 << 10), (Method.META_LOOKUP_MANY, 384 << 10)):
         callers.check(DirectCall(method, bytes(most), peer=CLIENT))
         callers.check(DirectCall(method, bytes(most + 1), peer=NODE_AFAR))
         for peer in (CLIENT, USER_HERE):

@@ -9,8 +9,6 @@ from nvpool.core import errors, grants, ids
 from nvpool.core.clock import ManualClock
 from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.kv.memory_engine import MemoryKv
-from nvpool.meta import deferred_replies
-from nvpool.meta.requests.session_handlers import COUNTED_STEP
 from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.meta.state import records
 from nvpool.poolmap.file_layout import chain_of
@@ -1214,49 +1212,3 @@ def test_service_that_fails_to_start_is_closed():
         await service.close()
 
     asyncio.run(main())
-
-
-async def with_long_release(client, count=COUNTED_STEP + 1):
-    """An inode that is open twice, and a release of one of its handles that takes two steps."""
-    twice = (await client.create(ROOT, b"twice", open=True, rights=3)).entry.attr.inode
-    await client.ask("OPEN", pb.OpenRequest(change=client.change(1), inode=twice, rights=1))
-    others = [1 << 40 | number for number in range(1, count)]
-    inodes = b"".join(inode.to_bytes(8, "little") for inode in (twice, *others))
-    return twice, pb.ReleaseRequest(session=client.session, inodes=inodes)
-
-
-@scenario
-async def test_refused_long_release_has_closed_nothing(shard, client):
-    twice, release = await with_long_release(client)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deferred_replies, "WAITING_MAX", 0)
-        with pytest.raises(errors.Busy) as refused:
-            await client.ask("RELEASE", release)
-    assert not refused.value.may_be_applied
-    opens = shard.service.parts.sessions.get(client.session).opens
-    assert opens == {twice: 2}
-    await client.ask("RELEASE", release)
-    assert opens == {twice: 1}
-
-
-@scenario
-async def test_long_release_that_ends_early_may_be_applied(shard, client):
-    twice, release = await with_long_release(client)
-    call = client.send("RELEASE", release)
-    opens = shard.service.parts.sessions.get(client.session).opens
-    await asyncio.sleep(0)  # the task begins
-    await asyncio.sleep(0)  # its first step
-    assert opens == {twice: 1} and call.answer is None
-    await shard.service.close()
-    assert isinstance(call.answer, errors.NvpoolError) and call.answer.may_be_applied
-
-
-@scenario
-async def test_open_during_a_long_release_can_be_replayed(shard, client):
-    twice, release = await with_long_release(client)
-    call = client.send("RELEASE", release)
-    slot = shard.service.parts.sessions.get(client.session).slots
-    await client.ask("OPEN", pb.OpenRequest(change=client.change(2), inode=twice, rights=1))
-    await call.wait()
-    assert slot[2].opened == twice, "the answer of this open may not have arrived"
-    assert (slot[0].opened, slot[1].opened) == (0, 0)
