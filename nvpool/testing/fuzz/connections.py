@@ -47,7 +47,8 @@ class Witness(logging.Handler):
             self.said.append(self.format(record)[:TEXT_MAX])
 
     def unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        self.said.append(f"on the loop: {context.get('message')}: {context.get('exception')!r}")
+        what = context.get("exception") or context.get("task") or context.get("future")
+        self.said.append(f"on the loop: {context.get('message')}: {what!r}")
 
     def check(self) -> None:
         if self.said:
