@@ -270,8 +270,8 @@ class Callers:
             longest = _MESSAGE_BYTES_MAX.get(call.method, CLIENT_MESSAGE_BYTES_MAX)
             if len(call.message) > longest:
                 raise InvalidRequest(
-                    f"a client's message of method {wire.Method.Name(call.method)} has at most {longest} bytes, and this "
-                    f"one has {len(call.message)}; send several shorter ones"
+                    f"a client's message of method {call.method} has at most {longest} bytes, and this one has "
+                    f"{len(call.message)}; send several shorter ones"
                 )
         return caller
 

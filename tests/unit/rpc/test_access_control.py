@@ -176,6 +176,8 @@ def test_long_messages_of_clients_are_refused():
             with pytest.raises(InvalidRequest, match=f"has at most {most} bytes.*send several shorter ones"):
                 callers.check(DirectCall(method, bytes(most + 1), peer=peer))
     callers.check(DirectCall(Method.META_OPEN_SESSION, bytes(4 << 20), peer=CLIENT))
+    with pytest.raises(InvalidRequest, match="method 250 has at most"):  # which does not exist
+        callers.check(DirectCall(250, bytes(1 << 20), peer=CLIENT))
 
 
 def test_callers_of_many_connections_are_distinguished():
