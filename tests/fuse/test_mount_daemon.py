@@ -18,7 +18,7 @@ from nvpool.core.programs import Program, command
 from nvpool.host.mountinfo import look_at, mount_at
 from nvpool.testing.loads.data_verification import CheckingLoad
 from tests.fuse.conftest import FLOOR, Pool, is_mounted, nvpool, wait_until
-from tests.fuse.kill_loads import kill_serving
+from tests.fuse.kill_loads import kill_serving, serving
 
 pytestmark = [pytest.mark.t3, pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons")]
 
@@ -405,13 +405,13 @@ def test_durable_append_returns_once_it_is_durable(own, mine, how):
     flags, each = (0, sync) if how.startswith("RWF") else (sync, 0)
     file = os.open(mine.place / how, os.O_CREAT | os.O_WRONLY | os.O_APPEND | flags)
     assert os.pwritev(file, [b"a" * 1000], 0, each) == 1000
-    ended, (serving,) = [], pids(own, "mount")
+    ended, process = [], serving(mine)
     work = threading.Thread(target=lambda: ended.append(os.pwritev(file, [b"b" * 1000], 0, each)))
     with silent_stores(own):
         work.start()
         work.join(0.7)
         assert not ended
-        os.kill(serving, signal.SIGKILL)
+        os.kill(process, signal.SIGKILL)
         work.join(2)
         assert not ended
     work.join(60)
