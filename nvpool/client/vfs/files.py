@@ -227,18 +227,7 @@ class Files:
             await self._writer.begin_cut(cut, 0)
         try:
             request = create_request(parent, name, mode, flags, caller, rights)
-            self._cache.forget_entry(parent, name)
-            sent_s = self._clock.boottime_s()
-            place, request.spread = await self._stripes.place(parent, name)
-            reply = await self._meta.change(
-                place,
-                wire_pb2.META_CREATE,
-                request,
-                meta_pb2.CreateReply,
-                uid=caller.uid,
-                gid=caller.gid,
-                once=True,
-            )
+            reply, sent_s = await self._names.send_create(request, caller)
             handle = self._opened(reply.entry, flags, sent_s) if not reply.entry.elsewhere else None
         finally:
             if cut is not None:

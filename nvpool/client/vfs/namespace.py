@@ -290,9 +290,23 @@ class NamespaceOperations:
         request = meta_pb2.CreateRequest(
             parent=parent, name=name, mode=mode ^ masked, masked=masked, exclusive=True, **fields
         )
-        self._cache.forget_entry(parent, name)
+        reply, sent_s = await self.send_create(request, caller)
+        attr = self._inodes.take(reply.entry)
+        self.named(parent, name, attr.inode, sent_s, reply, self._inodes.take_lease(reply.entry, sent_s))
+        if stat.S_ISDIR(mode) and reply.HasField("parent"):  # not a replayed reply, which may be old
+            self._cache.born_directory(attr)
+        return attr
+
+    async def send_create(
+        self, request: meta_pb2.CreateRequest, caller: Caller
+    ) -> tuple[meta_pb2.CreateReply, float]:
+        """Create the name at its shard, exactly once. Return the reply and the time of sending.
+
+        The name is dropped from the cache; `named` caches what the reply says of it.
+        """
+        self._cache.forget_entry(request.parent, request.name)
         sent_s = self._clock.boottime_s()
-        place, request.spread = await self._stripes.place(parent, name)
+        place, request.spread = await self._stripes.place(request.parent, request.name)
         reply = await self._meta.change(
             place,
             wire_pb2.META_CREATE,
@@ -302,11 +316,7 @@ class NamespaceOperations:
             gid=caller.gid,
             once=True,
         )
-        attr = self._inodes.take(reply.entry)
-        self.named(parent, name, attr.inode, sent_s, reply, self._inodes.take_lease(reply.entry, sent_s))
-        if stat.S_ISDIR(mode) and reply.HasField("parent"):  # not a replayed reply, which may be old
-            self._cache.born_directory(attr)
-        return attr
+        return reply, sent_s
 
     def named(self, parent: int, name: bytes, inode: int, sent_s: float, reply=None, lease=None) -> None:
         """Cache that the name stands for `inode` (0: nothing) after this client's change, sent at `sent_s`.
