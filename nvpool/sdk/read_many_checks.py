@@ -41,6 +41,8 @@ def reads_of(
         return list(given), given
     found: list[Read] = []
     most = OFFSET_MAX
+    before: Any = None  # the file of the read before, whose handle is known
+    handle: FileHandle | None = None
     for number, one in enumerate(given):
         if type(one) is tuple and len(one) == 3:
             what, offset, length = one
@@ -48,10 +50,12 @@ def reads_of(
                 if type(what) is str:
                     found.append(one)
                     continue
-                try:
-                    handle = what if type(what) is FileHandle else handle_of(what)
-                except ValueError:
-                    handle = None  # reported by `_read` below, with the index
+                if what is not before:
+                    before = what
+                    try:
+                        handle = what if type(what) is FileHandle else handle_of(what)
+                    except ValueError:
+                        handle = None  # reported by `_read` below, with the index
                 if type(handle) is FileHandle and handle.readable and not handle.closed:
                     found.append((handle, offset, length))
                     continue

@@ -25,7 +25,7 @@ import os
 import struct
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from nvpool.blockio.api import Outcome, WaitingReader
@@ -239,33 +239,65 @@ class ShortCircuitReads:
             file.key.cipher.decrypt(file.inode, located.index, first, into, into)
 
     def good(self, located: BlockLocations, first: int, into: memoryview) -> bool:
-        """As `fits`; if the bytes are good, also decrypt `into`."""
-        is_good = self.fits(located, first, into)
-        if is_good:
-            self._decrypt(located, first, into)
-        return is_good
-
-    def fits(self, located: BlockLocations, first: int, into: memoryview) -> bool:
-        """Whether the bytes just read are the present stored content of the blocks from `first` on."""
+        """Whether the bytes just read are the present stored content of the blocks from `first` on. If they
+        are, `into` is decrypted."""
         wrong = self._judge(located, first, into)
         if wrong:
             self.note(located, wrong)
-        else:
-            self.hit(located, len(into))
-        return not wrong
+            return False
+        self.hit(located, len(into))
+        self._decrypt(located, first, into)
+        return True
 
-    def _judge(self, located: BlockLocations, first: int, into: memoryview) -> int:
-        """The fault of the bytes just read, 0 for none.
+    def wrong_reads(self, reads: Sequence[tuple[BlockLocations, int, tuple]], into: memoryview) -> set[int]:
+        """The indices of the reads whose bytes are not the present stored content; all others are counted.
+
+        Each read is (location, first block, (file, offset, length, place in `into`)); it was read just now,
+        in whole blocks. Nothing is decrypted.
+        """
+        spans: list[list[int]] = []
+        end = -1
+        for _, _, (_, _, length, place) in reads:
+            if place != end:
+                spans.append([place, place])
+            spans[-1][1] = end = place + length
+        sums = b"".join([block_checksums(into[begin:end]) for begin, end in spans])
+        states: dict[BlockLocations, list[int]] = {}  # fault of the location, good reads, their bytes
+        wrong: set[int] = set()
+        at = 0
+        for number, (located, first, (_, _, length, _)) in enumerate(reads):
+            state = states.get(located)
+            if state is None:
+                state = states[located] = [LATE if self._is_late(located) else 0, 0, 0]
+            begin, at = at, at + (length >> 10)  # 4 bytes for each block of 4 KiB
+            first <<= 2
+            if state[0] or sums[begin:at] != located.sums[first : first + at - begin]:
+                wrong.add(number)
+                self.note(located, state[0] or WRONG)
+            else:
+                state[1] += 1
+                state[2] += length
+        for located, (_, count, byte_count) in states.items():
+            if count:
+                self.hit(located, byte_count, count)
+        return wrong
+
+    def _is_late(self, located: BlockLocations) -> bool:
+        """Whether bytes that were read there by now may be out of date.
 
         The clock and the counter are checked after the read: only that proves that the read was in time.
         """
         source, now_s = located.source, self.now_s()
-        if (
+        return (
             source.connection.closed
             or now_s >= located.until
             or source.table[located.slot] != located.stamp
             or now_s + source.shift >= source.serving[0]
-        ):
+        )
+
+    def _judge(self, located: BlockLocations, first: int, into: memoryview) -> int:
+        """The fault of the bytes just read, 0 for none."""
+        if self._is_late(located):
             return LATE
         sums = crc32c(into).to_bytes(4, "little") if len(into) == BLOCK_BYTES else block_checksums(into)
         return 0 if sums == located.sums[4 * first : 4 * first + len(sums)] else WRONG
@@ -277,14 +309,14 @@ class ShortCircuitReads:
         elif wrong == WRONG:
             self._mismatch(located)
 
-    def hit(self, located: BlockLocations, length: int) -> None:
-        """Count a successful look with that many bytes. Any thread may call this."""
-        located.used += 1
-        located.read_bytes += length
+    def hit(self, located: BlockLocations, byte_count: int, count: int = 1) -> None:
+        """Count successful looks with that many bytes. Any thread may call this."""
+        located.used += count
+        located.read_bytes += byte_count
         file = located.file
         if file.owes > 0:
-            file.owes -= 1
-        self.counters["hits"] += 1
+            file.owes = max(0, file.owes - count)
+        self.counters["hits"] += count
 
     @staticmethod
     def runs(located: BlockLocations, first: int, count: int) -> list[tuple[int, int]] | None:

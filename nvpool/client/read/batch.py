@@ -167,7 +167,7 @@ class ReadBatcher:
         """
         short = self._chunks.short
         rest: list = []
-        plans: dict = {}  # source -> (offsets, lengths, positions, reads)
+        plans: dict = {}  # source -> (offset, length, place, read of each run; location, block and read of each read)
         for read in reads:
             file, offset, length, place = read
             index = offset >> file.chunk_bits
@@ -193,44 +193,45 @@ class ReadBatcher:
                 continue
             plan = plans.get(located.source)
             if plan is None:
-                plan = plans[located.source] = ([], [], [], [])
+                plan = plans[located.source] = ([], [], [], [], [])
+            plan[4].append((located, first, read))
             if located.base:
                 plan[0].append(located.base + first << 12)
                 plan[1].append(length)
                 plan[2].append(place)
-                plan[3].append((located, first, read))
+                plan[3].append(read)
                 continue
             runs = short.runs(located, first, length >> 12)
             if runs is None:
+                plan[4].pop()
                 rest.append(read)
             else:
                 for at, count in runs:
                     plan[0].append(at)
                     plan[1].append(count)
                     plan[2].append(place)
-                    plan[3].append((located, first, read))
+                    plan[3].append(read)
                     place += count
-        for source, (offsets, lengths, positions, what) in plans.items():
+        for source, (offsets, lengths, positions, read_of_run, found) in plans.items():
             first = read_now(source.fd, offsets[:_SAMPLE], lengths[:_SAMPLE], positions[:_SAMPLE], into)
             # none of the sample is in the page cache: the store reads the batch in one call
             if len(first) >= _SAMPLE:
-                rest += dict.fromkeys(read for _, _, read in what)
+                rest += (read for _, _, read in found)
                 continue
-            missed = {what[at][2] for at in first}
+            missed = {read_of_run[at] for at in first}
             missed.update(
-                what[at + _SAMPLE][2]
+                read_of_run[at + _SAMPLE]
                 for at in read_now(source.fd, offsets[_SAMPLE:], lengths[_SAMPLE:], positions[_SAMPLE:], into)
             )
-            before, encrypted = None, _Encrypted()
-            for located, first, read in what:
-                if read is before:  # a read of several runs, handled already
-                    continue
-                before = read
-                place = read[3]
-                if read in missed or not short.fits(located, first, into[place : place + read[2]]):
-                    rest.append(read)
-                else:
-                    encrypted.add(located.file, located.index, first, place, read[2])
+            if missed:
+                rest += (read for _, _, read in found if read in missed)
+                found = [one for one in found if one[2] not in missed]
+            wrong = short.wrong_reads(found, into)
+            rest += (found[number][2] for number in wrong)
+            encrypted = _Encrypted()
+            for number, (located, first, read) in enumerate(found):
+                if located.file.key is not None and number not in wrong:
+                    encrypted.add(located.file, located.index, first, read[3], read[2])
             encrypted.decrypt(into)
         return rest
 
