@@ -95,11 +95,7 @@ class LmdbKv:
         NoSpace, DriveFailed, AccessDenied, TooManyOpen: as the system reports.
         """
         engine = cls(Path(path), options or LmdbOptions(), before_checkpoint, on_replay, on_fence, step)
-        try:
-            await engine.start()
-        except BaseException:
-            await engine.abandon()
-            raise
+        await engine.start_or_release()
         return engine
 
     def __init__(
@@ -157,6 +153,25 @@ class LmdbKv:
         self.on_apply: Callable[[dict[bytes, bytes | None]], None] | None = None
 
     # -- opening ------------------------------------------------------------------------------------------------------
+
+    async def start_or_release(self) -> None:
+        """Start; after an error or a cancellation raise it, with everything released.
+
+        A caller that is cancelled during the release waits for its end as well. Nothing else knows of the
+        engine then, and the directory would be locked although the call has ended.
+        """
+        try:
+            await self.start()
+        except BaseException:
+            cancelled = None
+            while self._release is None or not self._release.done():
+                try:
+                    await self.abandon()
+                except asyncio.CancelledError as error:
+                    cancelled = error
+            if cancelled is not None:
+                raise cancelled
+            raise
 
     async def start(self) -> None:
         """Open the files and replay the journal; called once, by `open`, with errors as there."""

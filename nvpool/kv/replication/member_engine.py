@@ -52,11 +52,7 @@ class MemberKv(LmdbKv):
         if begin is not None:
             _empty(directory)
         engine = cls(directory, options, on_fence, keep=keep, begin=begin, retain_bytes=retain_bytes)
-        try:
-            await engine.start()
-        except BaseException:
-            await engine.abandon()
-            raise
+        await engine.start_or_release()
         return engine
 
     def __init__(

@@ -8,6 +8,8 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from nvpool.core.errors import (
     WrongFormat,
 )
 from nvpool.kv.engine import LmdbKv, LmdbOptions
+from nvpool.kv.options import EngineRuntime
 from nvpool.testing.contracts.kv import everything
 
 QUIET = {"sync_interval_s": 30.0, "checkpoint_interval_s": 30.0}
@@ -200,6 +203,7 @@ def test_records_behind_a_gap_never_return_in_two_generations(path, tmp_path, ho
 WRITER = """
 import asyncio, os, sys
 from nvpool.kv.engine import LmdbKv, LmdbOptions
+from nvpool.kv.options import EngineRuntime
 
 async def main():
     kv = await LmdbKv.open(sys.argv[1], LmdbOptions(journal_bytes=1 << 18, map_bytes=1 << 16, layer_entries_max=100,
@@ -616,6 +620,43 @@ def test_cancelled_close_releases_the_directory(path, end, iterations):
             assert again.get(b"key") == b"value"
 
     asyncio.run(main())
+
+
+class SlowRelease(EngineRuntime):
+    """Threads that take a moment to end."""
+
+    def thread(self, name):
+        class Slow(ThreadPoolExecutor):
+            def shutdown(self, *arguments, **options):
+                time.sleep(0.02)
+                super().shutdown(*arguments, **options)
+
+        return Slow(1, name)
+
+
+@pytest.mark.parametrize("iterations", range(6))
+def test_cancelled_failed_opening_releases_the_directory(path, iterations):
+    """A primary's next message finds the directory free, whenever the one before was cancelled."""
+    reason = "the changes cannot be replayed"
+
+    def refuse(changes, stored):
+        raise InvalidRequest(reason)
+
+    async def main():
+        options = LmdbOptions(journal_bytes=1 << 16, map_bytes=1 << 16, floor=SlowRelease(), **QUIET)
+        async with opened(path) as kv:
+            kv.apply([(b"key", b"value")])
+            await kv.sync(1)
+        opening = asyncio.ensure_future(LmdbKv.open(path, options, on_replay=refuse))
+        for _ in range(iterations):
+            await asyncio.sleep(0)
+        opening.cancel()
+        await asyncio.wait([opening])
+        assert opening.cancelled() or str(opening.exception()) == reason
+        async with opened(path) as again:
+            assert again.get(b"key") == b"value"
+
+    run(main())
 
 
 def free_descriptors(count):
