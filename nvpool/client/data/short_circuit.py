@@ -253,7 +253,8 @@ class ShortCircuitReads:
         """The indices of the reads whose bytes are not the present stored content; all others are counted.
 
         Each read is (location, first block, (file, offset, length, place in `into`)); it was read just now,
-        in whole blocks. Nothing is decrypted.
+        in whole blocks. Nothing is decrypted. A location with wrong reads is dropped, and counted and logged
+        once.
         """
         spans: list[list[int]] = []
         end = -1
@@ -271,15 +272,19 @@ class ShortCircuitReads:
                 state = states[located] = [LATE if self._is_late(located) else 0, 0, 0]
             begin, at = at, at + (length >> 10)  # 4 bytes for each block of 4 KiB
             first <<= 2
-            if state[0] or sums[begin:at] != located.sums[first : first + at - begin]:
+            if state[0] == LATE:
                 wrong.add(number)
-                self.note(located, state[0] or WRONG)
+            elif sums[begin:at] != located.sums[first : first + at - begin]:
+                wrong.add(number)
+                state[0] = WRONG
             else:
                 state[1] += 1
                 state[2] += length
-        for located, (_, count, byte_count) in states.items():
+        for located, (fault, count, byte_count) in states.items():
             if count:
                 self.hit(located, byte_count, count)
+            if fault:  # after the hits: this drops the location and reports its reads
+                self.note(located, fault)
         return wrong
 
     def _is_late(self, located: BlockLocations) -> bool:
@@ -449,8 +454,6 @@ class ShortCircuitReads:
         if not file.missed:
             file.missed = True
             return
-        if file.encrypted and file.key is None:
-            return
         if lane.target not in self.sources:
             self._introduce(lane)
             return
@@ -472,7 +475,13 @@ class ShortCircuitReads:
             self._want_all(file, first, min(last, first + GROUP - 1))
 
     def _want_all(self, file: OpenInode, first: int, last: int) -> int:
-        """Request locations of chunks that lack one, if their targets allow it; return their number."""
+        """Request locations of chunks that lack one, if their targets allow it; return their number.
+
+        A file of an encrypted volume has no location before its key is known: its bytes could not be
+        decrypted.
+        """
+        if file.encrypted and file.key is None:
+            return 0
         count = 0
         for index in range(first, last + 1):
             name = (file.inode, index)
