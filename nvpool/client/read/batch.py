@@ -227,7 +227,7 @@ class ReadBatcher:
                 rest += (read for _, _, read in found if read in missed)
                 found = [one for one in found if one[2] not in missed]
             wrong = short.wrong_reads(found, into)
-            rest += (found[number][2] for number in wrong)
+            rest += (found[number][2] for number in sorted(wrong))
             encrypted = _Encrypted()
             for number, (located, first, read) in enumerate(found):
                 if located.file.key is not None and number not in wrong:

@@ -23,6 +23,7 @@ from nvpool.core.units import KIB, MIB
 from nvpool.rpc.fd_passing import Handover, path_beside, take
 from nvpool.rpc.peer_roles import credentials_of
 from nvpool.rpc.v1.wire_pb2 import Method
+from nvpool.sdk.async_filesystem import AsyncFileSystem
 from nvpool.store.chunks import api as store_api
 from nvpool.store.chunks import block_store
 from nvpool.testing.fakes.in_process_pool import InProcessPool
@@ -243,6 +244,195 @@ async def test_read_many_reads_cached_parts_and_requests_the_rest(host):
             assert length == len(expected) and into[place : place + length] == expected
             place += asked
     assert host.short.counters["hits"] > 1000
+
+
+def _spoil(located, block):
+    """Make the stored checksum of a block differ from its bytes."""
+    at = 4 * block
+    located.sums = (
+        located.sums[:at] + bytes(byte ^ 255 for byte in located.sums[at : at + 4]) + located.sums[at + 4 :]
+    )
+
+
+async def read_batch(vfs, reads, contents):
+    """Read (handle, offset, length) with one read_many; each must return its part of contents[handle]."""
+    into = bytearray(sum(length for _, _, length in reads))
+    assert await vfs.read_many(reads, memoryview(into)) == [length for _, _, length in reads]
+    place = 0
+    for handle, offset, length in reads:
+        assert into[place : place + length] == contents[handle][offset : offset + length], (offset, length)
+        place += length
+
+
+async def cached_file(host, content, name=b"file"):
+    """A file whose chunks are located and whose blocks are in the page cache."""
+    handle = await host.file(content, name=name)
+    await host.located(handle, -(-len(content) // MIB))
+    for at in range(0, len(content), MIB):
+        await host.read_cached(handle, at, min(MIB, len(content) - at))
+    return handle
+
+
+@hosted()
+async def test_mismatch_in_a_batch_is_read_again_through_the_store(host):
+    content = some(2 * MIB)
+    handle = await cached_file(host, content)
+    located, counters = handle.file.located[0], host.short.counters
+    _spoil(located, 4)
+    hits, requested = counters["hits"], host.vfs.chunks.counters["reads"]
+    # the part of a block makes the places of the whole blocks in the buffer not adjacent
+    reads = [
+        (handle, 0, BLOCK),
+        (handle, 3 * BLOCK, BLOCK),
+        (handle, 20 * BLOCK + 50, 100),
+        (handle, 4 * BLOCK, BLOCK),
+        (handle, 9 * BLOCK, 3 * BLOCK),
+        (handle, 300 * BLOCK, BLOCK),
+        (handle, 3 * BLOCK, BLOCK),
+    ]
+    await read_batch(host.vfs, reads, {handle: content})
+    assert counters["mismatches"] == 1 and counters["hits"] == hits + len(reads) - 1
+    assert host.vfs.chunks.counters["reads"] == requested + 1, "only the bad block is requested"
+    assert 0 not in handle.file.located and 1 in handle.file.located, "the location is not used again"
+    assert not located.read_bytes, "the good reads of the dropped location are reported to its store"
+
+
+@hosted()
+async def test_mismatches_of_a_chunk_in_a_batch_count_once(host):
+    content = some(MIB)
+    handle = await cached_file(host, content)
+    located = handle.file.located[0]
+    located.sums = bytes(len(located.sums))
+    reads = [(handle, block * BLOCK, BLOCK) for block in range(0, 60, 3)]
+    await read_batch(host.vfs, reads, {handle: content})
+    assert host.short.counters["mismatches"] == 1
+
+
+@hosted()
+async def test_late_location_in_a_batch_leaves_other_files_alone(host):
+    one_content, other_content = some(MIB), some(MIB, 2)
+    one = await cached_file(host, one_content, b"one")
+    other = await cached_file(host, other_content, b"other")
+    counters = host.short.counters
+    one.file.located[0].until = host.short.now_s() - 1.0
+    hits, requested = counters["hits"], host.vfs.chunks.counters["reads"]
+    reads = []
+    for block in range(16):
+        reads += [(one, block * BLOCK, BLOCK), (other, (15 - block) * BLOCK, (1 + block % 2) * BLOCK)]
+    await read_batch(host.vfs, reads, {one: one_content, other: other_content})
+    assert counters["hits"] == hits + 16 and counters["late"] and not counters["mismatches"]
+    assert host.vfs.chunks.counters["reads"] == requested + 16, "all reads of the late location, no other"
+    assert not one.file.located and 0 in other.file.located
+
+
+@hosted()
+async def test_fragmented_reads_of_a_batch_are_checked_whole(host):
+    content = bytearray(some(MIB))
+    handle = await host.file(bytes(content))
+    for block in (5, 7, 30):  # rewritten blocks lie elsewhere on the drive
+        content[block * BLOCK : (block + 1) * BLOCK] = some(BLOCK, block)
+        await host.vfs.write(handle, block * BLOCK, some(BLOCK, block))
+        await host.vfs.flush(handle)
+    await host.located(handle)
+    await host.read_cached(handle, 0, MIB)
+    located = handle.file.located[0]
+    assert len(host.short.runs(located, 4, 6)) > 2
+    hits = host.short.counters["hits"]
+    reads = [(handle, 4 * BLOCK, 6 * BLOCK), (handle, 29 * BLOCK, 2 * BLOCK), (handle, 0, BLOCK)]
+    await read_batch(host.vfs, reads, {handle: bytes(content)})
+    assert host.short.counters["hits"] == hits + 3
+    _spoil(located, 8)  # in the last run of the first read
+    await read_batch(host.vfs, reads, {handle: bytes(content)})
+    assert host.short.counters["mismatches"] == 1 and host.short.counters["hits"] == hits + 5
+
+
+@hosted()
+async def test_batch_check_finds_the_read_wherever_its_bytes_are(host):
+    content = some(MIB)
+    handle = await cached_file(host, content)
+    located, into = handle.file.located[0], memoryview(bytearray(40 * BLOCK + 9))
+    # (block, blocks, place): adjacent, apart, backwards, and not at a block border of the buffer
+    wanted = [
+        (2, 1, 0),
+        (200, 2, BLOCK),
+        (7, 3, 20 * BLOCK + 9),
+        (4, 1, 10 * BLOCK),
+        (5, 2, 8 * BLOCK),
+        (2, 1, 30 * BLOCK + 1),
+    ]
+    reads = [
+        (located, block, (handle.file, block * BLOCK, count * BLOCK, place)) for block, count, place in wanted
+    ]
+
+    def fill():
+        for block, count, place in wanted:
+            into[place : place + count * BLOCK] = content[block * BLOCK : (block + count) * BLOCK]
+
+    for number, (_, count, place) in enumerate(wanted):
+        for at in (place, place + count * BLOCK - 1):
+            fill()
+            assert host.short.wrong_reads(reads, into) == set()
+            into[at] ^= 1
+            until = located.until
+            assert host.short.wrong_reads(reads, into) == {number}
+            assert located.until == 0.0
+            located.until = until
+
+
+def test_batch_of_an_encrypted_volume_is_decrypted_once(tmp_path):
+    key = tmp_path / "pool.key"
+    key.write_text(f"{bytes(range(32)).hex()}\n")
+    key.chmod(0o600)
+
+    async def main():
+        async with Host(key_file=str(key)) as host:
+            files = AsyncFileSystem(host.client, ME)
+            await files.volumes.create("secret", encrypted=True)
+            content, plain_content = some(MIB), some(MIB, 2)
+            await files.write_bytes("/volumes/secret/file", content)
+            inode = (await files.stat("/volumes/secret/file")).st_ino
+            handle = await host.vfs.open(inode, os.O_RDONLY, ME)
+            plain = await cached_file(host, plain_content, b"plain")
+            await host.located(handle)
+            await host.read_cached(handle, 0, MIB)
+            located = handle.file.located[0]
+            _spoil(located, 6)
+            hits = host.short.counters["hits"]
+            reads = []
+            for block in range(4, 12):
+                reads += [(handle, block * BLOCK, BLOCK), (plain, block * BLOCK, BLOCK)]
+            await read_batch(host.vfs, reads, {handle: content, plain: plain_content})
+            assert host.short.counters["mismatches"] == 1
+            assert host.short.counters["hits"] == hits + len(reads) - 1
+
+    run_whole(main(), 90)
+
+
+def test_encrypted_file_without_its_key_has_no_locations(tmp_path):
+    """A sequential reader requests locations ahead, perhaps before the shard has returned the volume's key."""
+    key = tmp_path / "pool.key"
+    key.write_text(f"{bytes(range(32)).hex()}\n")
+    key.chmod(0o600)
+
+    async def main():
+        async with Host(key_file=str(key)) as host:
+            writer = AsyncFileSystem(await host.pool.client("writer", QUICK), ME)
+            await writer.volumes.create("secret", encrypted=True)
+            content = some(4 * MIB)
+            await writer.write_bytes("/volumes/secret/file", content)
+            inode = (await writer.stat("/volumes/secret/file")).st_ino
+            await cached_file(host, some(8 * MIB, 2), b"plain")  # this client may read all drives
+            handle = await host.vfs.open(inode, os.O_RDONLY, ME)
+            assert handle.file.encrypted and handle.file.key is None
+            for _ in range(20):
+                host.short.want_ahead(handle.file, 0, 3)
+                await asyncio.sleep(0.01)
+                assert not handle.file.located
+            assert bytes(await host.vfs.read(handle, 100, 5000)) == content[100:5100]
+            await host.located(handle, 4)
+            assert await host.read_cached(handle, MIB, MIB) == content[MIB : 2 * MIB]
+
+    run_whole(main(), 90)
 
 
 @hosted()
