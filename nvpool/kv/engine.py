@@ -170,7 +170,7 @@ class LmdbKv:
                 except asyncio.CancelledError as error:
                     cancelled = error
             if cancelled is not None:
-                raise cancelled
+                raise cancelled from None
             raise
 
     async def start(self) -> None:
