@@ -109,7 +109,7 @@ async def measure(directory: str, options: argparse.Namespace, stores: list[int]
             await file.close()
     placed = [
         connection.placed_bytes
-        for connection in pools["rdma"].client.dialer._live.values()
+        for connection in pools["rdma"].client.dialer.by_endpoints.values()
         if getattr(connection, "upgraded", False)
     ]
     assert placed and all(placed), "nothing was written one-sidedly"

@@ -118,9 +118,10 @@ class Dialer:
         self._clock = clock
         self._transports = transports
         self._certified = certified
-        self._live: dict[Endpoints, Connection] = {}
+        self.by_endpoints: dict[Endpoints, Connection] = {}
+        """Newest connection to each daemon; it may be closed. Compiled modules look connections up here."""
         self._ranks: dict[Endpoints, int] = {}
-        """Rank of the transport of each connection in `_live`."""
+        """Rank of the transport of each connection in `by_endpoints`."""
         self._connecting: dict[Endpoints, _Attempt] = {}
         self.returning: dict[Endpoints, asyncio.Task[None]] = {}
         """Tasks that try to return to a better endpoint."""
@@ -128,7 +129,7 @@ class Dialer:
         self._retiring: set[asyncio.Task[None]] = set()
         self.shunned: dict[str, float] = {}
         """Endpoint that did not answer -> time until which others are tried first."""
-        self._closed = False
+        self.closed = False
 
     @property
     def greeting(self) -> Greeting:
@@ -141,7 +142,7 @@ class Dialer:
 
     def live(self, endpoints: Endpoints) -> Connection | None:
         """The live connection to this daemon, or None. May be called from any thread."""
-        connection = self._live.get(endpoints)
+        connection = self.by_endpoints.get(endpoints)
         return None if connection is None or connection.closed else connection
 
     def connections(self, endpoints: Endpoints) -> Iterator[Connection]:
@@ -195,7 +196,7 @@ class Dialer:
         connection = self.live(endpoints)
         if connection is not None:
             return connection
-        if self._closed:
+        if self.closed:
             raise Unreachable("this dialer is closed")
         attempt = self._connecting.get(endpoints)
         if attempt is None:
@@ -218,7 +219,7 @@ class Dialer:
 
         Pending requests finish on the present one.
         """
-        connection = self._live.pop(endpoints, None)
+        connection = self.by_endpoints.pop(endpoints, None)
         if connection is not None and not connection.closed:
             self._retire(endpoints, connection)
 
@@ -228,14 +229,14 @@ class Dialer:
         del self._connecting[endpoints]
         if task.cancelled() or task.exception() is not None:
             return
-        for gone in [key for key, connection in self._live.items() if connection.closed]:
-            del self._live[gone]
+        for gone in [key for key, connection in self.by_endpoints.items() if connection.closed]:
+            del self.by_endpoints[gone]
             self._ranks.pop(gone, None)
-        self._live[endpoints], self._ranks[endpoints] = task.result()
+        self.by_endpoints[endpoints], self._ranks[endpoints] = task.result()
         former = self.returning.pop(endpoints, None)
         if former is not None:
             former.cancel()
-        if not self._closed and self._better(endpoints):
+        if not self.closed and self._better(endpoints):
             returning = asyncio.get_running_loop().create_task(self._return(endpoints))
             self.returning[endpoints] = returning
             returning.add_done_callback(lambda done: self._returned(endpoints, done))
@@ -363,7 +364,7 @@ class Dialer:
                     # The worse one ended meanwhile; the next attempt takes the best anyway.
                     await connection.close()
                     return
-                self._live[endpoints], self._ranks[endpoints] = connection, candidate.transport.rank
+                self.by_endpoints[endpoints], self._ranks[endpoints] = connection, candidate.transport.rank
                 self._retire(endpoints, replaced)
                 break
 
@@ -393,7 +394,7 @@ class Dialer:
 
     async def close(self) -> None:
         """Close every connection and cancel every attempt. May be called twice."""
-        self._closed = True
+        self.closed = True
         tasks = [
             *(attempt.task for attempt in self._connecting.values()),
             *self.returning.values(),
@@ -404,10 +405,10 @@ class Dialer:
         if tasks:
             await asyncio.wait(tasks)
         open_ones = [
-            *self._live.values(),
+            *self.by_endpoints.values(),
             *(connection for some in self._retired.values() for connection in some),
         ]
-        self._live, self._retired = {}, {}
+        self.by_endpoints, self._retired = {}, {}
         if open_ones:
             await asyncio.gather(*[connection.close() for connection in open_ones])
 

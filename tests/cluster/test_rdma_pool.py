@@ -30,7 +30,9 @@ OFF = SHM + 'enabled = "off"\n'
 def connections(client: Client) -> list:
     """Connections to stores over RDMA."""
     return [
-        connection for connection in client.dialer._live.values() if getattr(connection, "upgraded", False)
+        connection
+        for connection in client.dialer.by_endpoints.values()
+        if getattr(connection, "upgraded", False)
     ]
 
 

@@ -97,7 +97,7 @@ class Mounted(Reading):
             ]
 
     def connections(self):
-        return list(self.vfs.chunks.dialer._live.values())
+        return list(self.vfs.chunks.dialer.by_endpoints.values())
 
 
 @asynccontextmanager

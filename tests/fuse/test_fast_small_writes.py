@@ -78,7 +78,7 @@ class Mounted(Kernel):
             connection.frames.transport = Holding(connection.frames.transport, self.held)
 
     async def release_stores(self) -> None:
-        for connection in self.vfs.chunks.dialer._live.values():
+        for connection in self.vfs.chunks.dialer.by_endpoints.values():
             if type(connection.frames.transport) is Holding:
                 connection.frames.transport = connection.frames.transport.transport
         for transport, frame in self.held:
@@ -88,7 +88,7 @@ class Mounted(Kernel):
     def reply_from_stores(self, status: int) -> None:
         """Reply with this status to all messages that were sent to stores."""
         message = encode_write_reply(1, status.to_bytes(2, "little") + bytes(14))
-        for connection in self.vfs.chunks.dialer._live.values():
+        for connection in self.vfs.chunks.dialer.by_endpoints.values():
             if type(connection.frames.transport) is Holding:
                 connection.frames.transport = connection.frames.transport.transport
                 for number in list(connection.in_flight):

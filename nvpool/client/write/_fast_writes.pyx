@@ -267,7 +267,7 @@ cdef class Closing:
         shard = (<dict>pool_map.shard_by_id).get(state.shard)
         if shard is None or shard.standbys:
             return False
-        connection = (<dict>self.writes.dialer._live).get(shard.endpoints)
+        connection = (<dict>self.writes.dialer.by_endpoints).get(shard.endpoints)
         if connection is None or connection.closed or connection is not state.met:
             return False
         (<dict>meta.counters)["changes"] += 1
@@ -543,7 +543,7 @@ cdef class FastWrites:
                 lane = chunks.lane(targets[0])
             except StaleEpoch:
                 return False
-        connection = (<dict>self.dialer._live).get(lane.endpoints)
+        connection = (<dict>self.dialer.by_endpoints).get(lane.endpoints)
         if connection is None or connection.closed:
             return False
         grant = file.grant

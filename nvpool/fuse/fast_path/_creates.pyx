@@ -458,7 +458,7 @@ cdef class Creates(PendingReply):
         found = PyDict_GetItem(self.endpoints, state.shard)
         if found is NULL:
             return False
-        found = PyDict_GetItem(self.dialer._live, <object>found)
+        found = PyDict_GetItem(self.dialer.by_endpoints, <object>found)
         if found is NULL:
             return False
         connection = <object>found

@@ -218,7 +218,7 @@ cdef class RemoteReads(PendingReply):
             return False
         if self.short_circuit.on and self.short_circuit.may_serve(target):
             return False
-        found = PyDict_GetItem(self.dialer._live, lane.endpoints)
+        found = PyDict_GetItem(self.dialer.by_endpoints, lane.endpoints)
         if found is NULL:
             return False
         connection = <object>found

@@ -363,7 +363,7 @@ cdef class SmallFileReads(PendingReply):
 
     cdef object connection_of(self, lane):
         """A connection over which a message can be sent to that target now, or None."""
-        cdef PyObject *found = PyDict_GetItem(<dict?>self._dialer._live, lane.endpoints)
+        cdef PyObject *found = PyDict_GetItem(<dict?>self._dialer.by_endpoints, lane.endpoints)
         if found is NULL:
             return None
         connection = <object>found

@@ -479,9 +479,9 @@ def test_fast_path_declines_when_it_would_wait():
         nothing()
         del meta.once.held[UNIQUE]
         dialer, endpoints = meta.dialer, here.pool.pool_map.shards[0].endpoints
-        live = dialer._live.pop(endpoints)
+        live = dialer.by_endpoints.pop(endpoints)
         nothing()
-        dialer._live[endpoints] = live
+        dialer.by_endpoints[endpoints] = live
         meta.closed = True
         nothing()
         meta.closed = False

@@ -50,8 +50,8 @@ class Trap:
         self.sprung.set()
         pool.listeners["meta", shard].kill()
         dialer = pool.metas[shard].parts.targets.dialer
-        dialer._closed = True
-        for connection in dialer._live.values():
+        dialer.closed = True
+        for connection in dialer.by_endpoints.values():
             connection.lose("its process has died")
         raise Died
 
