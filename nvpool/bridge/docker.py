@@ -107,7 +107,7 @@ class DockerFace:
         counts: BridgeMetrics | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self._volumes, self._deadline_s, self._clock = volumes, deadline_s, clock
+        self._volumes, self.deadline_s, self._clock = volumes, deadline_s, clock
         self._counts = counts or BridgeMetrics()
         self.activated = asyncio.Event()
         self._running = 0
@@ -179,11 +179,11 @@ class DockerFace:
             self._running += 1
             self._idle.clear()
             try:
-                async with asyncio.timeout(self._deadline_s):
+                async with asyncio.timeout(self.deadline_s):
                     return _packed(200, await self._answer(request)), ""
             except TimeoutError:
                 raise DeadlineExceeded(
-                    f"nvpool has not done it within {self._deadline_s:.0f} s; repeat it, and see: nvpool "
+                    f"nvpool has not done it within {self.deadline_s:.0f} s; repeat it, and see: nvpool "
                     "status"
                 ) from None
             finally:

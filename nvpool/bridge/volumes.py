@@ -117,8 +117,8 @@ class BridgeVolumes:
         state = Path(os.path.realpath(state))
         self._pool, self._mountpoint, self._state, self._clock = pool, mountpoint, state, clock
         self.node = checked_holder(node or socket.gethostname())
-        self._mounted, self.settled_s = mounted, settled_s
-        self._binds = Binds(mountpoint, state / "mounts")
+        self.mounted, self.settled_s = mounted, settled_s
+        self.binds = Binds(mountpoint, state / "mounts")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._references: References
 
@@ -130,7 +130,7 @@ class BridgeVolumes:
         Refused, Damaged: the state file cannot be used, and the text says why.
         """
         with our_errors():
-            self._binds.places.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.binds.places.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._references = References(self._state / "references.json", boot_id())
         for name in self._references.volumes():
             for holder in self._references.of(name):
@@ -164,7 +164,7 @@ class BridgeVolumes:
         ids, as "docker/". A reference stays if a container sees the volume, or if the reference is younger than
         `settled_s`. An attachment that the pool knows but this host has lost becomes a reference again, or ends.
         """
-        in_use = await asyncio.to_thread(volumes_in_containers, f"/{VOLUMES.decode()}", self._binds.places)
+        in_use = await asyncio.to_thread(volumes_in_containers, f"/{VOLUMES.decode()}", self.binds.places)
         own, now_s, ended = self._attachment(face), self._clock.boottime_s(), []
         with our_errors():
             attached = {volume.name: volume.attachments for volume in await self._pool.volumes.list()}
@@ -280,7 +280,7 @@ class BridgeVolumes:
                     if self._clock.boottime_s() >= closed_s or await self._is_attached(name):
                         raise InUse(f"{error}; stop the containers that use it first") from None
                 await asyncio.sleep(_AGAIN_S)  # a container that has just ended may still have had files open
-            await self._binds.keep_only(name, set())
+            await self.binds.keep_only(name, set())
 
     async def get(self, name: str) -> Volume:
         """Return the volume. NotFound: there is none."""
@@ -346,7 +346,7 @@ class BridgeVolumes:
                 f"--force POOL {self._mountpoint}",
             )
         for reference in self._references.of(volume.name).values():
-            bound = mount_at(self._binds.place(volume.name, reference.read_only, reference.subpath))
+            bound = mount_at(self.binds.place(volume.name, reference.read_only, reference.subpath))
             if bound is None or bound.device != there.device:
                 return Condition(
                     True, f"containers see a mount of {volume.name} that has ended; start them again"
@@ -379,7 +379,7 @@ class BridgeVolumes:
                 subpath=subpath or await self._subpath_of(name),
                 since_s=self._clock.boottime_s(),
             )
-            place = self._binds.place(name, wanted.read_only, wanted.subpath)
+            place = self.binds.place(name, wanted.read_only, wanted.subpath)
             if there is None:
                 self._references.put(name, holder, wanted)
             try:
@@ -415,7 +415,7 @@ class BridgeVolumes:
         """Return where the volume is bound on this host; None if it has no user here."""
         name = checked_name(name)
         for reference in self._references.of(name).values():
-            return self._binds.place(name, reference.read_only, reference.subpath)
+            return self.binds.place(name, reference.read_only, reference.subpath)
         return None
 
     async def holders(self, name: str) -> list[str]:
@@ -477,7 +477,7 @@ class BridgeVolumes:
         target = self._checked_target(target)
         there = self._references.publication(str(target))
         async with self._turn(there.name if there is not None else ""):
-            await self._binds.unbind(target)
+            await self.binds.unbind(target)
             self._references.unpublish(str(target))
 
     # -- steps -----------------------------------------------------------------------------------------------------------
@@ -526,9 +526,9 @@ class BridgeVolumes:
         return checked_subpath(bytes(stored).decode(errors="replace"))
 
     async def _bind(self, name: str, wanted: Reference, target: Path) -> None:
-        if self._mounted is not None:
-            await self._mounted()
-        await self._binds.bind(name, wanted.read_only, wanted.subpath, target)
+        if self.mounted is not None:
+            await self.mounted()
+        await self.binds.bind(name, wanted.read_only, wanted.subpath, target)
 
     async def _end(self, name: str, holder: str) -> None:
         """End a reference, in three steps: mark it as ended, remove the bind, report to the pool.
@@ -537,10 +537,10 @@ class BridgeVolumes:
         """
         self._references.end(name, holder)
         wanted = {
-            self._binds.place(name, held.read_only, held.subpath)
+            self.binds.place(name, held.read_only, held.subpath)
             for held in self._references.of(name).values()
         }
-        await self._binds.keep_only(name, wanted)
+        await self.binds.keep_only(name, wanted)
         with contextlib.suppress(NotFound), our_errors():
             await self._pool.volumes.detach(name, self._attachment(holder))
         self._references.drop(name, holder)

@@ -79,7 +79,7 @@ def bridge(pool, tmp_path):
 def new_bridge(pool, place, clock=None):
     """A new bridge; the next one over the same folder finds the state of this one."""
     made = BridgeVolumes(pool, place / "pool", place / "state", node="here", clock=clock or ManualClock())
-    made._binds = WrittenBinds(made._binds)
+    made.binds = WrittenBinds(made.binds)
     asyncio.run(made.begin())
     return made
 
@@ -189,14 +189,14 @@ def test_operations_are_idempotent(bridge, pool, tmp_path):
     for _ in range(2):
         place = do(bridge.stage("v", "docker/1"))
     assert do(bridge.holders("v")) == ["docker/1"] and pool.there["v"].attachments == ("here/docker/1",)
-    assert bridge._binds.bound == {place: ("v", False, "")} and do(bridge.path("v")) == place
+    assert bridge.binds.bound == {place: ("v", False, "")} and do(bridge.path("v")) == place
     for _ in range(2):
         do(bridge.publish("v", "docker/1", tmp_path / "target", read_only=True))
     for _ in range(2):
         do(bridge.unpublish(tmp_path / "target"))
     for _ in range(2):
         do(bridge.unstage("v", "docker/1"))
-    assert not bridge._binds.bound and pool.there["v"].attachments == () and do(bridge.path("v")) is None
+    assert not bridge.binds.bound and pool.there["v"].attachments == () and do(bridge.path("v")) is None
     for _ in range(2):
         do(bridge.remove("v"))
     assert not pool.there
@@ -239,9 +239,9 @@ def test_volume_is_in_use_until_its_last_holder_leaves(bridge, pool):
     do(bridge.unstage("v", "docker/1"))
     with pytest.raises(InUse, match="stop the containers"):
         do(bridge.remove("v"))
-    assert bridge._binds.bound, "the other holder still sees the volume"
+    assert bridge.binds.bound, "the other holder still sees the volume"
     do(bridge.unstage("v", "docker/2"))
-    assert not bridge._binds.bound
+    assert not bridge.binds.bound
     do(bridge.remove("v"))
 
 
@@ -255,14 +255,14 @@ def test_volume_used_by_another_host_is_not_removed(bridge, pool):
 def test_sealed_volume_is_bound_read_only(bridge):
     do(bridge.create("v", {"sealed": "true"}))
     place = do(bridge.stage("v", "docker/1"))
-    assert bridge._binds.bound[place] == ("v", True, "")
+    assert bridge.binds.bound[place] == ("v", True, "")
 
 
 def test_stored_subpath_is_bound(bridge, pool, tmp_path):
     do(bridge.create("v", {"subpath": "train/2024"}))
     place = do(new_bridge(pool, tmp_path / "other").stage("v", "docker/1"))
     assert "rw-" in place.name
-    assert bridge._binds.place("v", False, "train/2024").name == place.name
+    assert bridge.binds.place("v", False, "train/2024").name == place.name
 
 
 def test_holder_stages_a_volume_in_one_way(bridge):
@@ -339,21 +339,21 @@ def test_failed_stage_leaves_no_reference(bridge, pool, step, error):
     if step == "attach":
         pool.faults["attach"] = error
     elif step == "bind":
-        bridge._binds.fault = error
+        bridge.binds.fault = error
     else:
 
         async def mounted():
             raise error
 
-        bridge._mounted = mounted
+        bridge.mounted = mounted
     with pytest.raises(type(error)):
         do(bridge.stage("v", "docker/1"))
-    assert do(bridge.holders("v")) == [] and not bridge._binds.bound and pool.there["v"].attachments == ()
+    assert do(bridge.holders("v")) == [] and not bridge.binds.bound and pool.there["v"].attachments == ()
 
 
 def test_interrupted_stage_is_settled_later(bridge, pool):
     do(bridge.create("v"))
-    bridge._binds.fault = asyncio.CancelledError()
+    bridge.binds.fault = asyncio.CancelledError()
     with pytest.raises(asyncio.CancelledError):
         do(bridge.stage("v", "docker/1"))
     assert do(bridge.holders("v")) == [] and pool.there["v"].attachments == ("here/docker/1",)
@@ -367,7 +367,7 @@ def test_failed_detach_is_retried_by_the_next_bridge_too(bridge, pool, tmp_path)
     pool.faults["detach"] = Unavailable("away")
     with pytest.raises(Unavailable):
         do(bridge.unstage("v", "docker/1"))
-    assert do(bridge.holders("v")) == [] and not bridge._binds.bound
+    assert do(bridge.holders("v")) == [] and not bridge.binds.bound
     assert do(bridge.settle()) == 1
     pool.faults.clear()
     new_bridge(pool, tmp_path)
@@ -387,7 +387,7 @@ def test_death_between_steps_leaves_no_removable_volume_in_use(bridge, pool, tmp
         await attach(name, holder)
 
     async def spied_detach(name, holder):
-        orders.append(("detach", dict(bridge._binds.bound)))
+        orders.append(("detach", dict(bridge.binds.bound)))
         await detach(name, holder)
 
     monkeypatch.setattr(pool, "attach", spied_attach)
@@ -454,7 +454,7 @@ def test_requests_for_one_volume_are_serialized(bridge, pool):
         async def mounted():
             await hold.wait()
 
-        bridge._mounted = mounted
+        bridge.mounted = mounted
         first = asyncio.ensure_future(bridge.stage("v", "docker/1"))
         await asyncio.sleep(0)
         second = asyncio.ensure_future(bridge.remove("v"))

@@ -491,7 +491,7 @@ class CsiBridge(RealBridge):
             "--csi-pool=pool-1",
             f"--metrics=127.0.0.1:{self.metrics_port}",
         )
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -502,7 +502,7 @@ class CsiBridge(RealBridge):
         self.until(self._probed, "the plugin answers", 120)
 
     def _probed(self):
-        assert self._process.poll() is None, f"the bridge has ended\n{self.said()}"
+        assert self.process.poll() is None, f"the bridge has ended\n{self.said()}"
         return self.csi("Probe").code == "OK"
 
     def csi(self, call, /, **fields):
@@ -629,8 +629,8 @@ def test_killed_plugin_finds_its_mounts_alive(tmp_path):
                     "NodeUnstageVolume", volume_id="v", staging_target_path=str(tmp_path / "stage")
                 )
                 assert unstaged.code == "OK" and bridge.csi("DeleteVolume", volume_id="v").code == "OK"
-                bridge._process.send_signal(signal.SIGTERM)
-                assert bridge._process.wait(60) == 0, bridge.said()
+                bridge.process.send_signal(signal.SIGTERM)
+                assert bridge.process.wait(60) == 0, bridge.said()
                 assert "ERROR" not in bridge.log.read_text(), bridge.said()
             finally:
                 for mount in mounts_below(pod):

@@ -39,7 +39,7 @@ class DockerEndpoint:
     def __init__(self, place):
         self.pool = FakePool()
         self.volumes = BridgeVolumes(self.pool, place / "pool", place / "state", node="here")
-        self.volumes._binds = WrittenBinds(self.volumes._binds)
+        self.volumes.binds = WrittenBinds(self.volumes.binds)
         self.path = place / "plugins" / "nvpool.sock"
         self.face = None
 
@@ -205,16 +205,16 @@ def test_unknown_request_gets_a_plugin_error(tmp_path, verb, method):
 
 def test_requests_end_by_their_deadline(tmp_path):
     async def play(asked):
-        asked.face._deadline_s = 0.2
+        asked.face.deadline_s = 0.2
 
         async def never():
             await asyncio.Event().wait()
 
-        asked.volumes._mounted = never
+        asked.volumes.mounted = never
         await asked.ask_ok("/VolumeDriver.Create", Name="v")
         status, reply = await asked.ask("/VolumeDriver.Mount", b'{"Name": "v", "ID": "1"}')
         assert status == 503 and "within 0 s" in reply["Err"]
-        asked.volumes._mounted = None
+        asked.volumes.mounted = None
         reader, writer = await asyncio.open_unix_connection(asked.path)
         writer.write(b"POST /VolumeDriver.List HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         async with asyncio.timeout(10):
@@ -238,7 +238,7 @@ def test_number_of_concurrent_requests_is_limited(tmp_path, monkeypatch):
                 both.set()
             await hold.wait()
 
-        asked.volumes._mounted = mounted
+        asked.volumes.mounted = mounted
         for number in range(2):
             await asked.ask_ok("/VolumeDriver.Create", Name=f"v{number}")
         waiting = [

@@ -269,7 +269,7 @@ def test_bridge_with_anothers_state_is_refused(bridge):
 def test_sigterm_ends_the_bridge_and_keeps_the_mount(bridge, docker, volume):
     name = volume("left")
     running = docker.begin("while true; do cat /data/a; sleep 0.05; done", "-v", f"{name}:/data")
-    process = bridge._process
+    process = bridge.process
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0 and not bridge.socket.exists()
     assert docker.inside(running, "echo x > /data/a && cat /data/a").stdout == "x"

@@ -43,7 +43,7 @@ class RealBridge:
         self.socket = PLUGINS / f"{self.driver}.sock"
         self.log = place / "bridge.log"
         self.mountpoint = place / "state" / "pool"
-        self._process: subprocess.Popen | None = None
+        self.process: subprocess.Popen | None = None
 
     def __enter__(self) -> RealBridge:
         self.place.mkdir(parents=True, exist_ok=True)
@@ -55,10 +55,10 @@ class RealBridge:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        if self._process is not None:
-            self._process.terminate()
+        if self.process is not None:
+            self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(30)
+                self.process.wait(30)
             self.kill()
         self.socket.unlink(missing_ok=True)
         for mount in mounts_below(self.place / "state" / "mounts"):
@@ -88,7 +88,7 @@ class RealBridge:
             f"--log={self.log}",
             f"--settled-s={self._settled_s}",
         )
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -99,7 +99,7 @@ class RealBridge:
         self.until(self._answers, "the bridge answers")
 
     def _answers(self) -> bool:
-        assert self._process is not None and self._process.poll() is None, (
+        assert self.process is not None and self.process.poll() is None, (
             f"the bridge has ended\n{self.said()}"
         )
         try:
@@ -109,10 +109,10 @@ class RealBridge:
 
     def kill(self) -> None:
         """Kill the bridge (kill -9)."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(30)
-            self._process = None
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(30)
+            self.process = None
 
     # -- requests --------------------------------------------------------------------------------------------------------
 
