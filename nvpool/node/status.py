@@ -91,7 +91,7 @@ class PoolStatus:
         self._since_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
         self._losses = LostFiles(directory)
         self._progress = MoveProgress()
-        self._paths = KnownPaths(lambda: coordinator.pool_map, dialer, SYSTEM_CLOCK)
+        self.paths = KnownPaths(lambda: coordinator.pool_map, dialer, SYSTEM_CLOCK)
         self.watch = HealthWatch(lambda: coordinator.pool_map, self._targets)
 
     async def used_bytes(self) -> dict[int, int]:
@@ -122,9 +122,9 @@ class PoolStatus:
         bad_blocks = [bad for store in stores for bad in store["bad_blocks"]]
         look_s = min(LOOK_S, until_s - SYSTEM_CLOCK.boottime_s())
         if bad_blocks and look_s > 0:
-            await self._paths.look((bad["inode"] for bad in bad_blocks), look_s)
+            await self.paths.look((bad["inode"] for bad in bad_blocks), look_s)
         for bad in bad_blocks:
-            path = self._paths.path(bad["inode"])
+            path = self.paths.path(bad["inode"])
             bad["path"] = os.fsdecode(path) if path is not None else None
         processes = [
             {
@@ -340,14 +340,14 @@ class PoolStatus:
             "endpoints": node.endpoints,
         } | node_map_status(pool_map, node, self._leading.leader())
         if node.id != self._node:
-            await self._ask(
+            await self.ask(
                 seen, wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=pool_map.epoch), pool_pb2.MapReply
             )
         return seen
 
     async def node_answers(self, node: Node) -> bool:
         seen = {"state": "serving", "endpoints": node.endpoints}
-        return await self._ask(seen, wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply) is not None
+        return await self.ask(seen, wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply) is not None
 
     async def _shard_status(self, shard: Shard, member: int) -> dict:
         seen = self._seen(
@@ -358,7 +358,7 @@ class PoolStatus:
         )
         state = next((standby.state for standby in shard.standbys if standby.member == member), "primary")
         seen |= {"shard": shard.id, "member": member, "in_map": state}
-        reply = await self._ask(
+        reply = await self.ask(
             seen, wire_pb2.META_STATUS, meta_pb2.MetaStatusRequest(), meta_pb2.MetaStatusReply
         )
         if reply is not None:
@@ -386,7 +386,7 @@ class PoolStatus:
             "used_bytes": None,
             "bad_blocks": [],
         }
-        reply = await self._ask(
+        reply = await self.ask(
             seen, wire_pb2.DATA_STATUS, data_pb2.DataStatusRequest(target=target.id), data_pb2.DataStatusReply
         )
         if reply is not None:
@@ -414,7 +414,7 @@ class PoolStatus:
                 seen["reason"] = reply.fenced_because
         return seen
 
-    async def _ask(self, seen: dict, method: int, request, reply_type):
+    async def ask(self, seen: dict, method: int, request, reply_type):
         """Ask the process for its status. None, with the reason in `seen`, if it does not answer in time."""
         if seen["state"] != "serving":
             return None

@@ -76,7 +76,7 @@ _ANSWER_S = 0.3
 """Part of the caller's time that is reserved for making and sending the response."""
 _ANSWERS_MAX = 4096
 """Most long polls and status requests in progress; further ones are refused."""
-_ANSWERS_PER_PEER = 512
+ANSWERS_PER_PEER = 512
 """Most of them for one peer that is not trusted (rpc/peer_limits).
 
 Enough for one poll for each mount of a host, with space left for other peers."""
@@ -110,12 +110,12 @@ class Supervisor:
         )
         self._directory = directory
         self._config = config
-        self._coordinator = coordinator
+        self.coordinator = coordinator
         self._stop = stop
         self._node = node
-        self._children: dict[str, Child] = {}
+        self.children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._answers: set[asyncio.Task[None]] = set()
+        self.answers: set[asyncio.Task[None]] = set()
         self._changes: set[asyncio.Task[dict]] = set()
         """Changes that go on although their caller has disconnected."""
         self._answers_of: Counter[str] = Counter()
@@ -139,14 +139,14 @@ class Supervisor:
         self._etcd = (
             EtcdMembers(directory, config, keeper, self.leading, self._dialer) if keeper is not None else None
         )
-        self._status = PoolStatus(
+        self.status = PoolStatus(
             directory,
             node,
             coordinator,
             self.leading,
             self._dialer,
             self._etcd,
-            self._children,
+            self.children,
             self._certificates,
             is_stopping=stop.asked.is_set,
             replace_after_s=config.supervisor.replace_after_s,
@@ -167,8 +167,8 @@ class Supervisor:
             self.leading,
             self._reception,
             self._etcd,
-            used=self._status.used_bytes,
-            answers=self._status.node_answers,
+            used=self.status.used_bytes,
+            answers=self.status.node_answers,
             stop=stop.ask,
         )
         self._places = ShardPlaces(
@@ -186,11 +186,11 @@ class Supervisor:
             config,
             node,
             self.leading,
-            used=self._status.used_bytes,
+            used=self.status.used_bytes,
             start=self._start_missing,
             end=self._end_target,
         )
-        self._scrubbing = ScrubCommands(
+        self.scrub_commands = ScrubCommands(
             node, lambda: coordinator.pool_map, self._dialer, lambda: read_grant_key(directory)
         )
         self._shards = MetaShards(
@@ -223,7 +223,7 @@ class Supervisor:
             asyncio.ensure_future(self._shards.run()),
             asyncio.ensure_future(self._new_chains.run()),
             asyncio.ensure_future(look_after(self._places.run_once, self._nodes.run_once)),
-            asyncio.ensure_future(self._status.watch.run()),
+            asyncio.ensure_future(self.status.watch.run()),
         ]
         if self._etcd is not None:
             lastings.append(asyncio.ensure_future(self._etcd.run()))
@@ -239,7 +239,7 @@ class Supervisor:
                     keep_renewed(
                         self._directory,
                         self._identity,
-                        lambda: self._coordinator.pool_map,
+                        lambda: self.coordinator.pool_map,
                         self._dialer,
                         self._audit,
                         self._certificates,
@@ -277,7 +277,7 @@ class Supervisor:
         """Act on each new map."""
         epoch = -1
         while True:
-            newest = await self._coordinator.watch(epoch, WATCH_S_MAX)
+            newest = await self.coordinator.watch(epoch, WATCH_S_MAX)
             if newest is not None:
                 epoch = newest.epoch
                 follow_members(self._identity, newest)
@@ -286,7 +286,7 @@ class Supervisor:
                         await self._end_child(f"target-{target.id}")
                 for name in [
                     name
-                    for name, child in self._children.items()
+                    for name, child in self.children.items()
                     if child.role == "meta" and child.number not in newest.shard_by_id
                 ]:
                     await self._end_child(name)
@@ -298,7 +298,7 @@ class Supervisor:
         self._closed = True
         if self._changes:  # they are finished as a whole, if they can be
             await asyncio.wait(self._changes, timeout=_ANSWER_S)
-        for tasks in (list(self._answers), list(self._changes)):
+        for tasks in (list(self.answers), list(self._changes)):
             for task in tasks:
                 task.cancel()
             if tasks:
@@ -310,7 +310,7 @@ class Supervisor:
     # -- processes -------------------------------------------------------------------------------------------------
 
     def _start_missing(self, *, targets: bool = True) -> None:
-        pool_map = self._coordinator.pool_map
+        pool_map = self.coordinator.pool_map
         path, timing = str(self._directory.path), self._config.supervisor
         wanted = [
             Child(
@@ -336,7 +336,7 @@ class Supervisor:
                 command(Program.STORE, path, str(target.id)),
                 timing,
                 SYSTEM_CLOCK,
-                partial(self._before_start, target.id),
+                partial(self.before_start, target.id),
                 partial(self._has_died, target.id),
                 keeps_memory=True,
             )
@@ -344,14 +344,14 @@ class Supervisor:
             if targets and target.node == self._node and not target.is_over
         ]
         for child in wanted:
-            if child.name not in self._children:
-                self._children[child.name] = child
+            if child.name not in self.children:
+                self.children[child.name] = child
                 self._keepers[child.name] = asyncio.ensure_future(child.keep(self._stop.asked))
 
     async def _end_children(self) -> None:
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
-        primaries = {process_name(shard.id, shard.member) for shard in self._coordinator.pool_map.shards}
-        children = self._children.values()
+        primaries = {process_name(shard.id, shard.member) for shard in self.coordinator.pool_map.shards}
+        children = self.children.values()
         # Primaries end first, because their last replies wait for standbys.
         for ending in (
             [child for child in children if child.name in primaries],
@@ -365,7 +365,7 @@ class Supervisor:
 
     async def _end_child(self, name: str) -> None:
         """Stop this process for good: on return it does not run, and nothing restarts it."""
-        child, keeper = self._children.pop(name, None), self._keepers.pop(name, None)
+        child, keeper = self.children.pop(name, None), self._keepers.pop(name, None)
         if keeper is not None:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
@@ -373,10 +373,11 @@ class Supervisor:
             await child.end(self._drain_s, self._stop.hurry)
 
     def _begin_again(self, name: str) -> None:
-        if name in self._children:
-            self._children[name].signal(signal.SIGTERM)
+        if name in self.children:
+            self.children[name].signal(signal.SIGTERM)
 
-    async def _before_start(self, target: int) -> None:
+    async def before_start(self, target: int) -> None:
+        """Raise the epochs of the target's chains in the map, before its process starts again."""
         if target in self._begun:  # `_note_the_dead` has raised its epochs
             self._begun.discard(target)
             return
@@ -393,15 +394,15 @@ class Supervisor:
     def _has_ended(self, target: int) -> bool:
         """Whether the target is on this node and no process serves it."""
         return (
-            self._coordinator.pool_map.target_by_id[target].node == self._node
+            self.coordinator.pool_map.target_by_id[target].node == self._node
             and holder_of(self._directory.run / f"target-{target}.lock") is None
         )
 
     def _pid_of(self, target: int) -> int | None:
-        known = self._coordinator.pool_map.target_by_id.get(target)
+        known = self.coordinator.pool_map.target_by_id.get(target)
         if known is None or known.node != self._node:
             return None
-        child = self._children.get(f"target-{target}")
+        child = self.children.get(f"target-{target}")
         return child.pid if child is not None else 0
 
     async def _note_the_dead(self) -> None:
@@ -410,7 +411,7 @@ class Supervisor:
         Then the tail of each chain continues the chain, and not the target that is started last. If all
         targets of the pool have ended cleanly, no target has missed a write, and no death is recorded.
         """
-        pool_map = self._coordinator.pool_map
+        pool_map = self.coordinator.pool_map
         targets = remaining(pool_map)
         dead = {
             target.id
@@ -446,27 +447,27 @@ class Supervisor:
 
     def _pass_on(self, number: int) -> None:
         log.info("%s is passed on", signal.Signals(number).name)
-        for name, child in self._children.items():
+        for name, child in self.children.items():
             if not name.startswith("etcd-"):  # etcd ends on a SIGHUP
                 child.signal(number)
 
     async def _notify_when_ready(self) -> None:
         notified_s = -math.inf
-        while waiting := [name for name, child in self._children.items() if child.state != "serving"]:
+        while waiting := [name for name, child in self.children.items() if child.state != "serving"]:
             if SYSTEM_CLOCK.boottime_s() > notified_s + _NOTIFY_S:
                 notified_s = SYSTEM_CLOCK.boottime_s()
                 notify_ready(
                     f"EXTEND_TIMEOUT_USEC={round(6 * _NOTIFY_S * 1e6)}\nSTATUS=waiting for {', '.join(waiting)}"
                 )
             await asyncio.sleep(0.05)
-        log.info("all %d processes serve", len(self._children))
-        notify_ready(f"READY=1\nSTATUS=serving, {len(self._children)} processes")
+        log.info("all %d processes serve", len(self.children))
+        notify_ready(f"READY=1\nSTATUS=serving, {len(self.children)} processes")
 
     async def _know_this_host(self) -> None:
         """Record this host in the map.
 
         After a move to another machine no process then looks for this node's unix sockets on the old one."""
-        pool_map = self._coordinator.pool_map
+        pool_map = self.coordinator.pool_map
         if any(node.id == self._node and node.host_id != host_id() for node in pool_map.nodes):
             try:
                 await self.leading.change(lambda newest: on_host(newest, self._node, host_id()))
@@ -479,7 +480,7 @@ class Supervisor:
         def decide(newest: PoolMap) -> PoolMap:
             return listening_at(newest, self._node, partial(is_wanted, network=self._config.network))
 
-        pool_map = self._coordinator.pool_map
+        pool_map = self.coordinator.pool_map
         if decide(pool_map) is not pool_map:
             try:
                 await self.leading.change(decide)
@@ -535,26 +536,26 @@ class Supervisor:
         if answer is None:
             call.fail(InvalidRequest(f"a supervisor does not know method {call.method}"))
             return
-        if len(self._answers) >= _ANSWERS_MAX:
+        if len(self.answers) >= _ANSWERS_MAX:
             call.fail(Unavailable("too many requests wait here", retry_after_s=1.0))
             return
         if self._closed:
             call.fail(Draining("the supervisor stops"))
             return
         peer, trusted = identify(call.peer, self._operators, self._config.network.plain_text)
-        if not trusted and self._answers_of[peer] >= _ANSWERS_PER_PEER:
+        if not trusted and self._answers_of[peer] >= ANSWERS_PER_PEER:
             call.fail(
-                Unavailable(f"{_ANSWERS_PER_PEER} requests of {peer} wait here already", retry_after_s=1.0)
+                Unavailable(f"{ANSWERS_PER_PEER} requests of {peer} wait here already", retry_after_s=1.0)
             )
             return
         task = asyncio.ensure_future(self._finish(call, answer))
-        self._answers.add(task)
+        self.answers.add(task)
         self._answers_of[peer] += 1
         task.add_done_callback(partial(self._answered, peer))
         call.on_cancel(task.cancel)
 
     def _answered(self, peer: str, task: asyncio.Task[None]) -> None:
-        self._answers.discard(task)
+        self.answers.discard(task)
         self._answers_of[peer] -= 1
         if not self._answers_of[peer]:
             del self._answers_of[peer]
@@ -578,12 +579,12 @@ class Supervisor:
     async def _answer_map(self, call: Call) -> bytes:
         request = _read(pool_pb2.MapRequest, call)
         left_s = call.deadline_s - SYSTEM_CLOCK.boottime_s() - _ANSWER_S  # the caller does not wait longer
-        newest = await self._coordinator.watch(request.newer_than, max(0.0, min(request.wait_s, left_s)))
+        newest = await self.coordinator.watch(request.newer_than, max(0.0, min(request.wait_s, left_s)))
         return pool_pb2.MapReply(map=encode_map(newest) if newest is not None else b"").SerializeToString()
 
     async def _answer_status(self, call: Call) -> bytes:
         issued = _read(pool_pb2.PoolStatusRequest, call).issued
-        report = await self._status.report(call.deadline_s - _ANSWER_S, issued)
+        report = await self.status.report(call.deadline_s - _ANSWER_S, issued)
         status = json.dumps(with_old_fields(report))  # msgspec does not accept names that are not UTF-8
         return pool_pb2.PoolStatusReply(status=status.encode()).SerializeToString()
 
@@ -598,11 +599,11 @@ class Supervisor:
     def _measure(self, page: Page) -> None:
         node_metrics.measure_pool(
             page,
-            self._coordinator.pool_map,
+            self.coordinator.pool_map,
             self._node,
             self.leading.manager is not None,
-            self._children.values(),
-            self._status.watch.stalled_s(),
+            self.children.values(),
+            self.status.watch.stalled_s(),
         )
         node_metrics.measure_certificates(page, self._certificates.own(), SYSTEM_CLOCK.wall_ns() / 1e9)
 
@@ -610,7 +611,7 @@ class Supervisor:
         """Metrics of this process and all others of its node, within `wait_s`."""
         return await node_metrics.node_page(
             runtime_metrics.own_page(self._measure),
-            node_metrics.asked(self._coordinator.pool_map, self._children.values()),
+            node_metrics.asked(self.coordinator.pool_map, self.children.values()),
             self._dialer,
             wait_s,
         )
@@ -637,7 +638,7 @@ class Supervisor:
     async def _answer_change(self, call: Call) -> bytes:
         request = _read(pool_pb2.PoolChangeRequest, call)
         verbs = self._drives.verbs | self._places.verbs | self._nodes.verbs | self._shards.verbs
-        verbs |= {"scrub": self._scrubbing.order, "certificate-rotate": self._rotate}
+        verbs |= {"scrub": self.scrub_commands.order, "certificate-rotate": self._rotate}
         verbs |= self._etcd.verbs if self._etcd is not None else {}
         if request.verb not in verbs:
             raise InvalidRequest(f"no change is called {request.verb!r}; there are: {', '.join(verbs)}")
@@ -677,7 +678,7 @@ class Supervisor:
             await renew_once(
                 self._directory,
                 self._identity,
-                self._coordinator.pool_map,
+                self.coordinator.pool_map,
                 self._dialer,
                 left_s=math.inf,
                 new_key=bool(arguments.get("new_key", False)),

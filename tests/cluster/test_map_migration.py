@@ -138,7 +138,7 @@ def test_death_at_each_step_leaves_one_map(made, monkeypatch, step, written):
             await _rename(keeper, "still embedded")
             epoch += 1
         name = keeper.relay.pool_map.name
-        keeper._stopping.set()
+        keeper.stopping.set()
         await keeper.relay.close()  # this process does not really end, so its records are closed here
         return epoch, name
 
@@ -202,7 +202,7 @@ def test_removed_member_is_not_started(made):
         )
         for _ in range(2):
             with pytest.raises(Unavailable, match="etcd member was removed"):
-                await keeper._before_start()
+                await keeper.before_start()
         assert not _etcd_pids(made) and keeper.relay.pool_map.epoch == epoch
         await keeper.close(10.0, asyncio.Event(), stop=True)
 
@@ -306,7 +306,7 @@ def test_recovery_continues_after_a_death_at_each_step(made, monkeypatch, step, 
         with pytest.raises(Died):
             await keeper.recover()
         monkeypatch.undo()
-        keeper._stopping.set()
+        keeper.stopping.set()
         await keeper.relay.close()
 
     asyncio.run(die())

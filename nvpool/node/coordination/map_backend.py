@@ -97,7 +97,7 @@ class MapBackend:
         self._location = location
         self._on_fence = on_fence
         self._moving = asyncio.Lock()
-        self._stopping = asyncio.Event()
+        self.stopping = asyncio.Event()
         self._going_on: asyncio.Task[None] | None = None
         self.etcd: Child | None = None
         """Process of the etcd member on this node, or None."""
@@ -150,9 +150,9 @@ class MapBackend:
                 arguments,
                 self._config.supervisor,
                 SYSTEM_CLOCK,
-                self._before_start,
+                self.before_start,
             )
-            self._keeper = asyncio.ensure_future(self.etcd.keep(self._stopping))
+            self._keeper = asyncio.ensure_future(self.etcd.keep(self.stopping))
 
     # -- this node's etcd member -----------------------------------------------------------------------------
 
@@ -174,7 +174,8 @@ class MapBackend:
         entry = of_node(self.relay.pool_map, own.node)
         return entry is not None and entry.generation == own.generation and entry.state in ("up", "leaving")
 
-    async def _before_start(self) -> None:
+    async def before_start(self) -> None:
+        """Check that this node's member of etcd may start. Unavailable: it has lost its data or was removed."""
         if self.own_data_is_lost:
             raise Unavailable(
                 f"what this node's member of etcd held is not there: {self.own.data(self._directory)}"
@@ -542,7 +543,7 @@ class MapBackend:
         if self._going_on is not None:
             self._going_on.cancel()
         await self.relay.close()
-        self._stopping.set()
+        self.stopping.set()
         if self._keeper is not None:
             await asyncio.gather(self._keeper, return_exceptions=True)
             if stop:

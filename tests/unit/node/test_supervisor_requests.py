@@ -143,9 +143,7 @@ def test_drives_at_equal_paths_of_nodes_are_distinguished(tmp_path, monkeypatch)
         with pytest.raises(InvalidRequest, match="on several nodes"):
             await change(supervisor, "drive-drain", drive=str(both))
         assert {
-            target.id
-            for target in supervisor._coordinator.pool_map.targets
-            if target.desired_state == "drain"
+            target.id for target in supervisor.coordinator.pool_map.targets if target.desired_state == "drain"
         } == {5, 8}
 
     scenario(tmp_path / "pool", monkeypatch, run)
@@ -165,7 +163,7 @@ def test_drained_node_accepts_no_new_drive(tmp_path, monkeypatch):
         ):
             with pytest.raises(InvalidRequest, match="nvpool node drain POOL 1 --cancel"):
                 await change(supervisor, verb, **arguments)
-        assert supervisor._coordinator.pool_map == before
+        assert supervisor.coordinator.pool_map == before
 
     scenario(tmp_path / "pool", monkeypatch, run)
 
@@ -215,7 +213,7 @@ def test_disconnected_caller_leaves_no_coroutine_behind(tmp_path, monkeypatch):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             supervisor.handle(gone)
-            await until(lambda: not supervisor._answers)
+            await until(lambda: not supervisor.answers)
             gc.collect()
         assert not [str(warning.message) for warning in said if "never awaited" in str(warning.message)]
 
@@ -230,7 +228,7 @@ def test_closed_supervisor_leaves_no_answers_behind(tmp_path, monkeypatch):
         supervisor.handle(waits)
         await asyncio.sleep(0)
         await supervisor.close()
-        assert not supervisor._answers and isinstance(waits.answer.exception(), Unavailable)
+        assert not supervisor.answers and isinstance(waits.answer.exception(), Unavailable)
         with pytest.raises(Draining):
             await ask(supervisor, wire_pb2.POOL_MAP, b"")
 
@@ -246,16 +244,16 @@ def test_stop_ends_processes_and_failure_keeps_them(tmp_path, monkeypatch):
         assert all(identity_of(pid) for pid in pids), "they continue for the next supervisor"
 
         next_one = room.Supervisor(
-            directory, Config(), supervisor._coordinator, stop, asyncio.get_running_loop().create_future()
+            directory, Config(), supervisor.coordinator, stop, asyncio.get_running_loop().create_future()
         )
         again = asyncio.ensure_future(next_one.run())
         await until(
             lambda: (
-                next_one._children and all(child.state == "serving" for child in next_one._children.values())
+                next_one.children and all(child.state == "serving" for child in next_one.children.values())
             )
         )
-        assert [child.pid for child in next_one._children.values()] == [
-            directory.state_of(name).pid for name in next_one._children
+        assert [child.pid for child in next_one.children.values()] == [
+            directory.state_of(name).pid for name in next_one.children
         ]
         stop.ask("test")
         await again
@@ -267,12 +265,12 @@ def test_stop_ends_processes_and_failure_keeps_them(tmp_path, monkeypatch):
 
 def test_started_target_gets_new_chain_epochs(tmp_path, monkeypatch):
     async def run(supervisor, stop, failed, directory, running):
-        started = supervisor._coordinator.pool_map
+        started = supervisor.coordinator.pool_map
         assert {chain.epoch for table in started.tables for chain in table.chains} == {2}
         victim = directory.state_of("target-1").pid
         os.kill(victim, signal.SIGKILL)
         await until(lambda: directory.state_of("target-1").pid != victim)
-        chains = [chain for table in supervisor._coordinator.pool_map.tables for chain in table.chains]
+        chains = [chain for table in supervisor.coordinator.pool_map.tables for chain in table.chains]
         assert {(chain.targets, chain.epoch) for chain in chains} == {((1,), 3), ((2,), 2)}
 
     scenario(tmp_path, monkeypatch, run)
@@ -280,7 +278,7 @@ def test_started_target_gets_new_chain_epochs(tmp_path, monkeypatch):
 
 def test_map_request_waits_for_a_newer_map(tmp_path, monkeypatch):
     async def run(supervisor, stop, failed, directory, running):
-        now = supervisor._coordinator.pool_map
+        now = supervisor.coordinator.pool_map
         reply = pool_pb2.MapReply.FromString(
             await ask(supervisor, wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=0))
         )
@@ -291,7 +289,7 @@ def test_map_request_waits_for_a_newer_map(tmp_path, monkeypatch):
             wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=now.epoch, wait_s=30).SerializeToString()
         )
         supervisor.handle(asked)
-        await supervisor._before_start(1)
+        await supervisor.before_start(1)
         newer = decode_map(pool_pb2.MapReply.FromString(await asyncio.wait_for(asked.answer, 120)).map)
         assert newer.epoch == now.epoch + 1
         gone = Asked(
@@ -302,14 +300,14 @@ def test_map_request_waits_for_a_newer_map(tmp_path, monkeypatch):
         gone.cancel()
         with pytest.raises(NvpoolError):
             await asyncio.wait_for(gone.answer, 10)
-        assert not supervisor._answers, "a caller that left costs nothing"
+        assert not supervisor.answers, "a caller that left costs nothing"
 
     scenario(tmp_path, monkeypatch, run)
 
 
 def test_status_names_files_with_bad_blocks(tmp_path, monkeypatch):
     async def run(supervisor, stop, failed, directory, running):
-        asked = supervisor._status._ask
+        asked = supervisor.status.ask
 
         async def ask_daemon(seen, method, request, reply_type):
             if method != wire_pb2.DATA_STATUS:
@@ -322,7 +320,7 @@ def test_status_names_files_with_bad_blocks(tmp_path, monkeypatch):
             return {5: b"/a\xff", 6: b""}
 
         looked = []
-        supervisor._status._ask, supervisor._status._paths.finder.find = ask_daemon, find
+        supervisor.status.ask, supervisor.status.paths.finder.find = ask_daemon, find
         for _ in range(2):
             reply = await ask(supervisor, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest())
             seen = json.loads(pool_pb2.PoolStatusReply.FromString(reply).status)
@@ -363,12 +361,12 @@ def test_status_names_files_with_bad_blocks(tmp_path, monkeypatch):
 )
 def test_invalid_request_is_refused_without_changes(tmp_path, monkeypatch, method, request_):
     async def run(supervisor, stop, failed, directory, running):
-        before = supervisor._coordinator.pool_map
+        before = supervisor.coordinator.pool_map
         with pytest.raises(InvalidRequest) as caught:
             await ask(supervisor, method, request_)
         assert (
             not isinstance(caught.value, Bug)
-            and supervisor._coordinator.pool_map == before
+            and supervisor.coordinator.pool_map == before
             and not running.done()
         )
 
@@ -394,7 +392,7 @@ def test_poll_ends_when_its_caller_stops_waiting(tmp_path):
 
 
 def test_open_polls_of_a_peer_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "_ANSWERS_PER_PEER", 3)
+    monkeypatch.setattr(room, "ANSWERS_PER_PEER", 3)
 
     async def main() -> None:
         coordinator = await EmbeddedCoordinator.found(MemoryKv(), first_map())
@@ -437,7 +435,7 @@ def test_change_goes_on_when_its_caller_disconnects(tmp_path, monkeypatch):
             finished.append(arguments)
             return {}
 
-        monkeypatch.setattr(supervisor._scrubbing, "order", order)
+        monkeypatch.setattr(supervisor.scrub_commands, "order", order)
         request = pool_pb2.PoolChangeRequest(verb="scrub", arguments=b'{"n": 1}')
         asked = Asked(wire_pb2.POOL_CHANGE, request.SerializeToString())
         supervisor.handle(asked)
