@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from msgspec import structs
 
@@ -414,7 +415,7 @@ class PoolStatus:
                 seen["reason"] = reply.fenced_because
         return seen
 
-    async def ask(self, seen: dict, method: int, request, reply_type):
+    async def ask(self, seen: dict, method: int, request, reply_type) -> Any:
         """Ask the process for its status. None, with the reason in `seen`, if it does not answer in time."""
         if seen["state"] != "serving":
             return None

@@ -71,7 +71,7 @@ def test_etcd_coordinator_meets_the_contract(check, members, request, monkeypatc
     etcd = request.getfixturevalue(members)
     # each check has its own pool, by number: the contract's first map is the same for all
     number = next(_numbers)
-    monkeypatch.setattr(etcd_module, "_root", lambda pool_id: b"nvpool/contract-%d/" % number)
+    monkeypatch.setattr(etcd_module, "root_key", lambda pool_id: b"nvpool/contract-%d/" % number)
 
     async def run():
         coordinator = await EtcdCoordinator.found(etcd.members, first_map())
@@ -119,7 +119,7 @@ def test_one_of_two_concurrent_changes_is_stale(one):
 def test_map_overtaken_by_the_next_one_is_not_stale(one):
     async def run():
         mine, other = await pair(one)
-        mines = mine._calls.transact
+        mines = mine.calls.transact
 
         async def overtaken(request, wait_s):
             answer = await mines(request, wait_s)
@@ -127,9 +127,9 @@ def test_map_overtaken_by_the_next_one_is_not_stale(one):
             await other.replace(changed(other.pool_map, name="second"))
             return answer
 
-        mine._calls.transact = overtaken
+        mine.calls.transact = overtaken
         await mine.replace(changed(mine.pool_map, name="first"))
-        mine._calls.transact = mines
+        mine.calls.transact = mines
         assert (mine.pool_map.epoch, mine.pool_map.name) == (3, "second")
         with pytest.raises(StaleEpoch):
             await mine.replace(msgspec.structs.replace(mine.pool_map, epoch=2, name="third"))
@@ -143,7 +143,7 @@ def test_map_overtaken_by_the_next_one_is_not_stale(one):
 def test_map_seen_by_the_watch_counts_as_committed(one, lost):
     async def run():
         mine, other = await pair(one)
-        calls, asked = mine._calls, getattr(mine._calls, lost)
+        calls, asked = mine.calls, getattr(mine.calls, lost)
         notified = []
 
         async def silent(*arguments):
@@ -176,7 +176,7 @@ def test_announcement_with_an_expired_lease_can_be_retried(one, monkeypatch):
 
         async def slow(*arguments):
             lease = await take(*arguments)
-            await other._calls.revoke_lease(lease.number, 10)
+            await other.calls.revoke_lease(lease.number, 10)
             return lease
 
         monkeypatch.setattr(EtcdLease, "take", slow)
@@ -214,8 +214,8 @@ def test_each_map_is_published_and_few_are_kept(one, monkeypatch):
             await mine.replace(changed(mine.pool_map, name=f"n{number}"))
         assert (await other.watch(12, 10)).epoch == 13
         assert len(seen) >= 2
-        maps = etcd_module.rpc.RangeRequest(key=mine._root + b"maps/", range_end=mine._root + b"maps0")
-        found = await mine._calls.range(maps, 5)
+        maps = etcd_module.rpc.RangeRequest(key=mine.root + b"maps/", range_end=mine.root + b"maps0")
+        found = await mine.calls.range(maps, 5)
         assert [int(kv.key[-20:]) for kv in found.kvs] == [9, 10, 11, 12, 13]
         await mine.close()
         await other.close()
@@ -236,12 +236,12 @@ def test_large_maps_exceed_no_message_limit(one):
         )
         assert len(encode_map(large)) * etcd_module.KEPT_MAPS > 4 << 20, "more than gRPC accepts in one reply"
         mine, other = await pair(one, large)
-        other._following.cancel()
-        began = (await mine._calls.range(etcd_module.rpc.RangeRequest(key=b"x"), 5)).header.revision
+        other.following.cancel()
+        began = (await mine.calls.range(etcd_module.rpc.RangeRequest(key=b"x"), 5)).header.revision
         for number in range(etcd_module.KEPT_MAPS):
             await mine.replace(changed(mine.pool_map, name=f"map-{number}"))
         stream = asyncio.ensure_future(
-            other._follow_stream(began + 1)
+            other.follow_stream(began + 1)
         )  # the whole history arrives in one burst
         await asyncio.wait_for(reached(other, mine.pool_map.epoch), 120)
         assert not stream.done()
@@ -273,8 +273,8 @@ def test_unrenewed_lease_ends_first_for_its_holder(one):
         await other.watch_present({}, 10)
         await asyncio.wait_for(led_by(other, "mine"), 60)
         for lease in (leader, announced):
-            lease._renewing.cancel()
-            lease._renewing = asyncio.ensure_future(asyncio.sleep(1000))  # as if the process were stopped
+            lease.renewing.cancel()
+            lease.renewing = asyncio.ensure_future(asyncio.sleep(1000))  # as if the process were stopped
             lease.lost = asyncio.get_running_loop().create_future()
         waiting = asyncio.ensure_future(other.lead("other", LEASE_S, 30))
         while leader.holds:
@@ -297,7 +297,7 @@ def test_unrenewed_lease_ends_first_for_its_holder(one):
 
 def stop_renewal(leadership):
     """As if the leader's process were stopped, while its clock runs on."""
-    leadership._renewing.cancel()
+    leadership.renewing.cancel()
     leadership.lost = asyncio.get_running_loop().create_future()
 
 
@@ -327,7 +327,7 @@ def test_next_leader_knows_whether_the_former_lease_ended(one):
 def test_leader_need_not_wait_for_its_own_expired_lease(one):
     async def run():
         mine, other, first = await led_pair(one, 3.0)
-        first._lease_s = 0.0  # it has expired, others wait for it
+        first.lease_s = 0.0  # it has expired, others wait for it
         await first.lost
         assert (await mine.lead("mine", 60.0, 30)).former == "mine"
         assert await other.lead("other", LEASE_S, 0.5) is None
@@ -342,7 +342,7 @@ def test_restarted_leader_leads_and_fences_its_predecessor(one):
         mine, other = await pair(one)
         killed = await EtcdCoordinator.open(one.members, mine.pool_map.pool_id, only="1")
         leadership = await killed.lead("1", 60.0, 10)
-        leadership._renewing.cancel()  # it renews no more
+        leadership.renewing.cancel()  # it renews no more
         assert await other.lead("2", LEASE_S, 0.5) is None
         again = await EtcdCoordinator.open(one.members, mine.pool_map.pool_id, only="1")
         began_s = SYSTEM_CLOCK.boottime_s()
@@ -362,7 +362,7 @@ def test_restarted_leader_leads_and_fences_its_predecessor(one):
 def test_leadership_with_a_lost_reply_is_taken_again(one):
     async def run():
         mine, other = await pair(one)
-        transact, tries = mine._calls.transact, []
+        transact, tries = mine.calls.transact, []
 
         async def lost(request, wait_s):
             answer = await transact(request, wait_s)
@@ -371,7 +371,7 @@ def test_leadership_with_a_lost_reply_is_taken_again(one):
                 raise Unavailable("the answer is lost", may_be_applied=True)
             return answer
 
-        mine._calls.transact = lost
+        mine.calls.transact = lost
         leadership = await mine.lead("mine", 60.0, 30)
         assert tries == [True] and leadership.holds and leadership.former is None
         await mine.replace(changed(mine.pool_map, name="new"), leadership)
@@ -385,15 +385,15 @@ def test_leadership_with_a_lost_reply_is_taken_again(one):
 def test_leader_of_an_older_version_keeps_its_lease(one):
     async def run():
         mine, other = await pair(one)
-        number = await mine._calls.grant_lease(600, 10)
-        put = etcd_module.rpc.PutRequest(key=mine._root + b"leader", value=b"old", lease=number)
-        await mine._calls.transact(
+        number = await mine.calls.grant_lease(600, 10)
+        put = etcd_module.rpc.PutRequest(key=mine.root + b"leader", value=b"old", lease=number)
+        await mine.calls.transact(
             etcd_module.rpc.TxnRequest(success=[etcd_module.rpc.RequestOp(request_put=put)]), 10
         )
         await until(lambda: other.leader() == "old")
         assert await other.lead("other", 0.1, 0.5) is None
         waiting = asyncio.ensure_future(other.lead("other", LEASE_S, 30))
-        await mine._calls.revoke_lease(number, 10)
+        await mine.calls.revoke_lease(number, 10)
         assert (await waiting).former is None
         await mine.close()
         await other.close()
@@ -438,7 +438,7 @@ def test_silent_member_is_not_waited_for(three, monkeypatch):
                 await EtcdCoordinator.answers(three.members, wait_s=120.0)
             calls = etcd_client.EtcdCalls(three.members, SYSTEM_CLOCK)
             await calls.range(etcd_module.rpc.RangeRequest(key=b"x"), 120.0)
-            assert calls._at != 0, "the member that answered is called first from then on"
+            assert calls.at != 0, "the member that answered is called first from then on"
             assert len(await calls.list_members(120.0)) == 3
             await calls.close()
         finally:
@@ -523,26 +523,26 @@ def test_without_a_majority_leases_end_and_maps_stay(three, harm, monkeypatch):
 def test_watch_behind_compaction_reads_everything_again(one):
     async def run():
         mine, other = await pair(one)
-        calls, other._calls = other._calls, mine._calls
-        gate, look = asyncio.Event(), other._look
+        calls, other.calls = other.calls, mine.calls
+        gate, look = asyncio.Event(), other.look
 
         async def late():
             await gate.wait()
             return await look()
 
-        other._look = late
-        other._following.cancel()
+        other.look = late
+        other.following.cancel()
         for number in range(5):
             await mine.replace(changed(mine.pool_map, name=f"n{number}"))
-        revision = (await mine._calls.range(etcd_module.rpc.RangeRequest(key=b"x"), 5)).header.revision
-        await mine._calls._call("kv", "Compact", etcd_module.rpc.CompactionRequest(revision=revision), 5)
-        stream = asyncio.ensure_future(other._follow_stream(2))
+        revision = (await mine.calls.range(etcd_module.rpc.RangeRequest(key=b"x"), 5)).header.revision
+        await mine.calls.call("kv", "Compact", etcd_module.rpc.CompactionRequest(revision=revision), 5)
+        stream = asyncio.ensure_future(other.follow_stream(2))
         with pytest.raises(Unavailable):
             await asyncio.wait_for(stream, 10)
-        other._following = asyncio.ensure_future(other._follow())
+        other.following = asyncio.ensure_future(other.follow())
         gate.set()
         assert (await other.watch(5, 10)).name == "n4"
-        other._calls = calls
+        other.calls = calls
         await other.close()
         await mine.close()
 

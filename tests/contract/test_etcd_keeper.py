@@ -45,7 +45,7 @@ def test_changed_announcement_keeps_one_lease(tmp_path, monkeypatch):
                         json.loads(says)["able"] == able for says in coordinator.present().values()
                     ):
                         await asyncio.sleep(0.01)
-                while len(coordinator._leases) > 1:  # noqa: ASYNC110
+                while len(coordinator.leases_held) > 1:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             assert [json.loads(says)["able"] for says in coordinator.present().values()] == [True]
         finally:

@@ -94,7 +94,8 @@ class EtcdCalls:
         self._clock = clock
         self._certificates: EtcdCertificates | None = None
         self._members: list[_Member] = []
-        self._at = 0
+        self.at = 0
+        """Index of the member that is called first."""
         self._closed = False
         self._closing: set[asyncio.Task[None]] = set()
         self.use(members, certificates)
@@ -118,7 +119,7 @@ class EtcdCalls:
             [kept.get(address) or _Member(address, credentials) for address in members],
         )
         self._certificates = certificates
-        self._at = 0
+        self.at = 0
         for one in before:
             if one not in self._members:
                 task = asyncio.ensure_future(one.channel.close(CALL_S))
@@ -131,9 +132,9 @@ class EtcdCalls:
 
     def elsewhere(self) -> None:
         """Send the next call to another member."""
-        self._at = (self._at + 1) % len(self._members)
+        self.at = (self.at + 1) % len(self._members)
 
-    async def _call(self, stub: str, method: str, request, wait_s: float):
+    async def call(self, stub: str, method: str, request, wait_s: float):
         """Return the first member's answer. May be sent more than once, so `request` must be idempotent."""
         return await self._first(
             lambda member, timeout_s: getattr(getattr(member, stub), method)(request, timeout=timeout_s),
@@ -144,7 +145,7 @@ class EtcdCalls:
         """Return the answer of the first member that has one. That member is tried first the next time."""
         until_s = self._clock.boottime_s() + wait_s
         asked: dict[asyncio.Future[_Answer], _Member] = {}
-        at, reason = self._at, ""
+        at, reason = self.at, ""
         try:
             while True:
                 left_s = until_s - self._clock.boottime_s()
@@ -181,7 +182,7 @@ class EtcdCalls:
                         reason = error.details()
                     else:
                         if member in self._members:
-                            self._at = self._members.index(member)
+                            self.at = self._members.index(member)
                         return answer
                 if done:
                     await asyncio.sleep(PAUSE_S)
@@ -190,11 +191,11 @@ class EtcdCalls:
                 one.cancel()
 
     async def range(self, request: rpc.RangeRequest, wait_s: float) -> rpc.RangeResponse:
-        return await self._call("kv", "Range", request, wait_s)
+        return await self.call("kv", "Range", request, wait_s)
 
     async def ranges(self, ranges: Sequence[tuple[bytes, bytes]], wait_s: float) -> rpc.TxnResponse:
         """Read several key ranges (first, end exclusive) at the same revision."""
-        return await self._call(
+        return await self.call(
             "kv",
             "Txn",
             rpc.TxnRequest(
@@ -210,7 +211,7 @@ class EtcdCalls:
         """Run a transaction. After Unavailable, or without success, it may have been applied: read to find
         out."""
         try:
-            return await self._call("kv", "Txn", request, wait_s)
+            return await self.call("kv", "Txn", request, wait_s)
         except grpc.aio.AioRpcError as error:
             if error.code() != grpc.StatusCode.NOT_FOUND:
                 raise
@@ -222,12 +223,12 @@ class EtcdCalls:
 
     async def grant_lease(self, lease_s: int, wait_s: float) -> int:
         """Create a lease and return its number. If the answer is lost, the lease expires by itself."""
-        return (await self._call("leases", "LeaseGrant", rpc.LeaseGrantRequest(TTL=lease_s), wait_s)).ID
+        return (await self.call("leases", "LeaseGrant", rpc.LeaseGrantRequest(TTL=lease_s), wait_s)).ID
 
     async def revoke_lease(self, number: int, wait_s: float) -> None:
         """Revoke a lease, whether it exists or not."""
         try:
-            await self._call("leases", "LeaseRevoke", rpc.LeaseRevokeRequest(ID=number), wait_s)
+            await self.call("leases", "LeaseRevoke", rpc.LeaseRevokeRequest(ID=number), wait_s)
         except grpc.aio.AioRpcError as error:
             if error.code() != grpc.StatusCode.NOT_FOUND:
                 raise
@@ -238,7 +239,7 @@ class EtcdCalls:
         Its whole time then counts from this call. Unavailable.
         """
         try:
-            call = self._members[self._at].leases.LeaseKeepAlive(
+            call = self._members[self.at].leases.LeaseKeepAlive(
                 timeout=min(CALL_S, wait_s), metadata=NEEDS_LEADER
             )
         except grpc.aio.UsageError:
@@ -303,7 +304,7 @@ class EtcdCalls:
 
     async def _change_members(self, method: str, request, wait_s: float) -> None:
         try:
-            await self._call("cluster", method, request, wait_s)
+            await self.call("cluster", method, request, wait_s)
         except grpc.aio.AioRpcError as error:
             if error.code() != grpc.StatusCode.NOT_FOUND:
                 raise Unavailable(

@@ -72,17 +72,17 @@ class EtcdCoordinator:
         publish: Callable[[bytes], None],
         only: str = "",
     ) -> None:
-        self._calls = calls
+        self.calls = calls
         self._clock = clock
-        self._root = _root(pool_id)
+        self.root = root_key(pool_id)
         self._publish = publish
         self._watchers = MapWatchers(pool_map)
         self._map_revision = 0
-        self._leases: set[EtcdLease | EtcdLeadershipLease] = set()
+        self.leases_held: set[EtcdLease | EtcdLeadershipLease] = set()
         self._election = ElectionTiming(only)
         self._about_leader: dict[bytes, rpc.KeyValue] = {}
         self._turn = asyncio.Lock()
-        self._following: asyncio.Task | None = None
+        self.following: asyncio.Task | None = None
         self._heard_s = clock.boottime_s()
 
     @classmethod
@@ -105,10 +105,10 @@ class EtcdCoordinator:
         if problems := check_map(first):
             raise InvalidRequest("; ".join(problems))
         calls = EtcdCalls(members, clock, certificates)
-        key = _root(first.pool_id) + b"map"
+        key = root_key(first.pool_id) + b"map"
         try:
             done = await calls.transact(
-                rpc.TxnRequest(compare=[_is_absent(key)], success=_writes(_root(first.pool_id), first)),
+                rpc.TxnRequest(compare=[_is_absent(key)], success=_writes(root_key(first.pool_id), first)),
                 CHANGE_S,
             )
             if not done.succeeded:
@@ -171,13 +171,13 @@ class EtcdCoordinator:
         coordinator then does not wait for the leases of those predecessors.
         """
         try:
-            found = await calls.ranges(_ranges(_root(pool_id)), CHANGE_S)
+            found = await calls.ranges(_ranges(root_key(pool_id)), CHANGE_S)
             raw = next(
                 (
                     kv.value
                     for answer in found.responses
                     for kv in answer.response_range.kvs
-                    if kv.key == _root(pool_id) + b"map"
+                    if kv.key == root_key(pool_id) + b"map"
                 ),
                 None,
             )
@@ -189,7 +189,7 @@ class EtcdCoordinator:
         except BaseException:
             await calls.close()
             raise
-        coordinator._following = asyncio.get_running_loop().create_task(coordinator._follow())
+        coordinator.following = asyncio.get_running_loop().create_task(coordinator.follow())
         return coordinator
 
     @staticmethod
@@ -205,7 +205,7 @@ class EtcdCoordinator:
 
         CorruptRecord: etcd has no map of the pool. Unavailable: the map may have been replaced.
         """
-        calls, root = EtcdCalls(members, clock, certificates), _root(pool_id)
+        calls, root = EtcdCalls(members, clock, certificates), root_key(pool_id)
         try:
             found = await calls.range(rpc.RangeRequest(key=root + b"map"), CHANGE_S)
             if not found.kvs:
@@ -231,7 +231,7 @@ class EtcdCoordinator:
         When the last node of the map has called this, the result is empty and etcd has no key of the pool.
         May be repeated. Unavailable: perhaps nothing was done.
         """
-        calls, root = EtcdCalls(members, clock, certificates), _root(pool_id)
+        calls, root = EtcdCalls(members, clock, certificates), root_key(pool_id)
         try:
             found = await calls.range(rpc.RangeRequest(key=root + b"map"), wait_s)
             if found.kvs:
@@ -284,15 +284,15 @@ class EtcdCoordinator:
 
     def use(self, members: Sequence[str], certificates: EtcdCertificates | None) -> None:
         """Use these members and certificates from now on."""
-        self._calls.use(members, certificates)
+        self.calls.use(members, certificates)
 
-    async def _follow(self) -> None:
+    async def follow(self) -> None:
         """Keep the state up to date, from the first member unless that has just failed."""
         at = 0
         while True:
             pause_s, began_s = AGAIN_S, self._clock.boottime_s()
             try:
-                await self._follow_stream(await self._look() + 1, at)
+                await self.follow_stream(await self.look() + 1, at)
             except STREAM_ERRORS as error:
                 log.debug("the watch of etcd restarts: %s", error)
             except NvpoolError as error:
@@ -301,9 +301,9 @@ class EtcdCoordinator:
             at = at + 1 if self._clock.boottime_s() - began_s < SILENCE_S else 0
             await asyncio.sleep(pause_s)
 
-    async def _look(self) -> int:
+    async def look(self) -> int:
         """Read everything; return the revision that was read."""
-        found = await self._calls.ranges(_ranges(self._root), CHANGE_S)
+        found = await self.calls.ranges(_ranges(self.root), CHANGE_S)
         self._take(found)
         return found.header.revision
 
@@ -312,7 +312,7 @@ class EtcdCoordinator:
         self._heard_s = self._clock.boottime_s()
         present, about_leader = {}, {}
         for kv in (kv for answer in found.responses for kv in answer.response_range.kvs):
-            name = kv.key[len(self._root) :]
+            name = kv.key[len(self.root) :]
             if name == b"map":
                 self._take_map(kv)
             elif name in (LEADER, SIGN):
@@ -321,10 +321,11 @@ class EtcdCoordinator:
                 present[name[8:].decode()] = kv.value
         self._take_rest(present, about_leader)
 
-    async def _follow_stream(self, revision: int, at: int = 0) -> None:
-        members, stream, beating = self._calls.members, self._calls.watch(at), None
+    async def follow_stream(self, revision: int, at: int = 0) -> None:
+        """Apply changes from `revision` on, from the member `at`, until the stream ends or is silent."""
+        members, stream, beating = self.calls.members, self.calls.watch(at), None
         try:
-            for first, behind in _ranges(self._root):
+            for first, behind in _ranges(self.root):
                 await stream.write(
                     rpc.WatchRequest(
                         create_request=rpc.WatchCreateRequest(
@@ -336,7 +337,7 @@ class EtcdCoordinator:
             while True:
                 async with asyncio.timeout(SILENT_S):
                     said = await stream.read()
-                if said is END_OF_STREAM or said.canceled or self._calls.members != members:
+                if said is END_OF_STREAM or said.canceled or self.calls.members != members:
                     raise Unavailable("the stream has ended, or another member is to be asked")
                 self._heard_s = self._clock.boottime_s()
                 self._take_events(said.events)
@@ -355,7 +356,7 @@ class EtcdCoordinator:
         present, about_leader = dict(self._watchers.present), dict(self._about_leader)
         for event in events:
             kv, gone = event.kv, event.type == rpc.Event.EventType.DELETE
-            name = kv.key[len(self._root) :]
+            name = kv.key[len(self.root) :]
             if name == b"map" and not gone:
                 self._take_map(kv)
             elif name in (LEADER, SIGN):
@@ -400,13 +401,13 @@ class EtcdCoordinator:
     # -- changes -------------------------------------------------------------------------------------------------------
 
     async def newest(self) -> PoolMap:
-        await self._look()
+        await self.look()
         return self.pool_map
 
     async def replace(self, new: PoolMap, leader: CoordinatorLease | None = None) -> None:
         async with self._turn:
             if new.epoch != self.pool_map.epoch + 1:
-                await self._look()  # our map may be old
+                await self.look()  # our map may be old
             if new.epoch != self.pool_map.epoch + 1:
                 raise StaleEpoch(
                     f"the pool map has epoch {self.pool_map.epoch}, so the next is {self.pool_map.epoch + 1}, "
@@ -418,19 +419,19 @@ class EtcdCoordinator:
                 raise StaleLease("who asks for this map does not lead any more")
             compare = [
                 rpc.Compare(
-                    key=self._root + b"map",
+                    key=self.root + b"map",
                     target=rpc.Compare.CompareTarget.MOD,
                     result=rpc.Compare.CompareResult.EQUAL,
                     mod_revision=self._map_revision,
                 )
             ]
             if leader is not None:
-                compare.append(follows(self._root, leader.revision))
-            writes = _writes(self._root, new)
+                compare.append(follows(self.root, leader.revision))
+            writes = _writes(self.root, new)
             try:
-                await self._calls.transact(rpc.TxnRequest(compare=compare, success=writes), CHANGE_S)
+                await self.calls.transact(rpc.TxnRequest(compare=compare, success=writes), CHANGE_S)
                 # Also after a failure: the first of two attempts may have been applied.
-                await self._look()
+                await self.look()
             except Unavailable:
                 # If they are equal, the watch has delivered the new map, which may have ended an etcd member.
                 if self.pool_map != new:
@@ -446,18 +447,16 @@ class EtcdCoordinator:
 
         Otherwise a caller that learns of a failure would make the same change twice.
         """
-        found = await self._calls.range(
-            rpc.RangeRequest(key=self._root + b"maps/%020d" % new.epoch), CHANGE_S
-        )
+        found = await self.calls.range(rpc.RangeRequest(key=self.root + b"maps/%020d" % new.epoch), CHANGE_S)
         return any(kv.value == encode_map(new) for kv in found.kvs)
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
     async def announce(self, name: str, value: bytes, lease_s: float) -> CoordinatorLease:
-        lease = self._kept(await EtcdLease.take(self._calls, self._clock, lease_s, CHANGE_S))
-        key = self._root + b"present/" + name.encode()
+        lease = self._kept(await EtcdLease.take(self.calls, self._clock, lease_s, CHANGE_S))
+        key = self.root + b"present/" + name.encode()
         try:
-            await self._calls.transact(rpc.TxnRequest(success=[_put(key, value, lease.number)]), CHANGE_S)
+            await self.calls.transact(rpc.TxnRequest(success=[_put(key, value, lease.number)]), CHANGE_S)
         except BaseException:
             await lease.release()
             raise
@@ -470,7 +469,7 @@ class EtcdCoordinator:
             if free_s <= 0:
                 try:
                     lease = await EtcdLeadershipLease.take(
-                        self._calls, self._clock, self._root, name, lease_s, self._election
+                        self.calls, self._clock, self.root, name, lease_s, self._election
                     )
                 except Unavailable:
                     if self._clock.boottime_s() > until_s:
@@ -490,15 +489,15 @@ class EtcdCoordinator:
 
     def _kept(self, lease: _AnyLease) -> _AnyLease:
         """Register the lease, to be released by `close`."""
-        self._leases.add(lease)
-        lease.lost.add_done_callback(lambda lost: self._leases.discard(lease))
+        self.leases_held.add(lease)
+        lease.lost.add_done_callback(lambda lost: self.leases_held.discard(lease))
         return lease
 
     # -- etcd's members ------------------------------------------------------------------------------------------------------
 
     async def members(self) -> tuple[Found, ...]:
         """Present members of etcd. Unavailable."""
-        found = await self._calls.list_members(CHANGE_S)
+        found = await self.calls.list_members(CHANGE_S)
         return tuple(
             Found(
                 f"{one.ID:x}",
@@ -512,21 +511,21 @@ class EtcdCoordinator:
     async def change_members(self, step: Add | Promote | Remove, scheme: str) -> None:
         """Change etcd's members; done on return. Unavailable, with the reason: not now, or etcd refuses."""
         if isinstance(step, Add):
-            await self._calls.add_member(f"{scheme}://{step.peer}", CHANGE_S)
+            await self.calls.add_member(f"{scheme}://{step.peer}", CHANGE_S)
         elif isinstance(step, Promote):
-            await self._calls.promote_member(int(step.id, 16), CHANGE_S)
+            await self.calls.promote_member(int(step.id, 16), CHANGE_S)
         else:
-            await self._calls.remove_member(int(step.id, 16), CHANGE_S)
+            await self.calls.remove_member(int(step.id, 16), CHANGE_S)
 
     async def close(self) -> None:
         if self._watchers.closed:
             return
         self._watchers.close()
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
-        await give_up(list(self._leases))
-        await self._calls.close()
+        if self.following is not None:
+            self.following.cancel()
+            await asyncio.gather(self.following, return_exceptions=True)
+        await give_up(list(self.leases_held))
+        await self.calls.close()
 
 
 async def _beat(stream) -> None:
@@ -545,7 +544,8 @@ def _ranges(root: bytes) -> tuple[tuple[bytes, bytes], ...]:
     return (root + b"leader", root + b"map\0"), (present, _behind(present))
 
 
-def _root(pool_id: str) -> bytes:
+def root_key(pool_id: str) -> bytes:
+    """Prefix of all keys of the pool."""
     return b"nvpool/" + pool_id.encode() + b"/"
 
 

@@ -84,7 +84,7 @@ class EtcdLeadershipLease(RenewedLease):
         self._clock = clock
         self._root = root
         self._sign = sign
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._begun_s = self._sent_s = sent_s
         self._ran_out = ran_out
         self.revision = revision
@@ -146,7 +146,7 @@ class EtcdLeadershipLease(RenewedLease):
 
     @property
     def _until_s(self) -> float:
-        return self._sent_s + self._lease_s * (1 - CLOCKS_DIFFER)
+        return self._sent_s + self.lease_s * (1 - CLOCKS_DIFFER)
 
     @property
     def left_s(self) -> float:
@@ -158,7 +158,7 @@ class EtcdLeadershipLease(RenewedLease):
 
     @property
     def in_doubt(self) -> bool:
-        return self.left_s < self._lease_s / 2
+        return self.left_s < self.lease_s / 2
 
     async def _renew(self) -> None:
         """Send heartbeats. None waits for an earlier one, so that the next makes up for a slow one."""
@@ -166,7 +166,7 @@ class EtcdLeadershipLease(RenewedLease):
         try:
             async with asyncio.TaskGroup() as signs:
                 while not self.lost.done():
-                    next_s = max(next_s + self._lease_s / _SIGNS, self._clock.boottime_s())
+                    next_s = max(next_s + self.lease_s / _SIGNS, self._clock.boottime_s())
                     await asyncio.sleep(max(0.0, min(next_s, self._until_s) - self._clock.boottime_s()))
                     if not self.holds:
                         self._end()
@@ -184,13 +184,13 @@ class EtcdLeadershipLease(RenewedLease):
                 rpc.TxnRequest(
                     compare=[follows(self._root, self.revision)], success=[_put(self._root + SIGN, sign)]
                 ),
-                self._lease_s / 2,
+                self.lease_s / 2,
             )
         except Unavailable:
             return
         if not done.succeeded:
             self._end()
-        elif self._clock.boottime_s() - sent_s < self._lease_s / 2:
+        elif self._clock.boottime_s() - sent_s < self.lease_s / 2:
             self._sent_s = max(self._sent_s, sent_s)
 
     async def _give_back(self, wait_s: float) -> None:

@@ -29,7 +29,7 @@ class RenewedLease:
     def _begin(self, renewing: Coroutine[None, None, None]) -> None:
         loop = asyncio.get_running_loop()
         self.lost = loop.create_future()
-        self._renewing = loop.create_task(renewing)
+        self.renewing = loop.create_task(renewing)
 
     def _end(self) -> None:
         if not self.lost.done():
@@ -39,7 +39,7 @@ class RenewedLease:
         if self.lost.done():
             return
         self._end()
-        self._renewing.cancel()
+        self.renewing.cancel()
         try:
             await self._give_back(RELEASE_S)
         except Unavailable:
