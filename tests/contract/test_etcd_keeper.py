@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(real_etcd.missing() is not None, reason=str(real
 
 
 def test_changed_announcement_keeps_one_lease(tmp_path, monkeypatch):
-    monkeypatch.setattr(etcd_members, "_LOOK_S", 0.01)
+    monkeypatch.setattr(etcd_members, "LOOK_S", 0.01)
 
     async def run(members) -> None:
         coordinator = await EtcdCoordinator.found(
@@ -34,7 +34,7 @@ def test_changed_announcement_keeps_one_lease(tmp_path, monkeypatch):
             relay=Relay(coordinator), own=None, certificates=lambda: None, show_certificates=lambda: None
         )
         keeper = etcd_members.EtcdMembers(PoolDirectory(tmp_path), Config(), maps, None, None)
-        announcing = asyncio.ensure_future(keeper._announce())
+        announcing = asyncio.ensure_future(keeper.announce())
         try:
             async with asyncio.timeout(60):
                 for able in (True, False, True):
@@ -58,7 +58,7 @@ def test_changed_announcement_keeps_one_lease(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("in_map", [True, False])
 def test_removed_node_reports_its_removal(tmp_path, monkeypatch, in_map):
-    monkeypatch.setattr(etcd_members, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(etcd_members, "RETRY_S", 0.01)
 
     async def run() -> None:
         listener = await listen(
@@ -85,8 +85,8 @@ def test_removed_node_reports_its_removal(tmp_path, monkeypatch, in_map):
         )
         dialer = Dialer(Greeting("node 1"))
         keeper = etcd_members.EtcdMembers(PoolDirectory(tmp_path), Config(), maps, None, dialer)
-        keeper._node = one.id
-        learning = asyncio.ensure_future(keeper._learn())
+        keeper.node = one.id
+        learning = asyncio.ensure_future(keeper.learn())
         try:
             async with asyncio.timeout(30):
                 while not any("was removed from the pool" in problem for problem in keeper.problems()):  # noqa: ASYNC110
@@ -129,8 +129,8 @@ def test_removed_node_restarts_a_member_once(
         )
         for _ in range(2):
             with pytest.raises(Unavailable):
-                await keeper._hang_up(pool_map, pool_map.etcd[0])
-        await keeper._hang_up(pool_map, pool_map.etcd[0])
+                await keeper.hang_up(pool_map, pool_map.etcd[0])
+        await keeper.hang_up(pool_map, pool_map.etcd[0])
         assert started == [client] and not answers
 
     with real_etcd.RealEtcd() as etcd:
@@ -165,9 +165,9 @@ def test_no_member_restarts_while_a_lost_node_counts(tmp_path):
         keeper = etcd_members.EtcdMembers(
             PoolDirectory(tmp_path), Config(), maps, SimpleNamespace(change=change), None
         )
-        await keeper._hang_up(pool_map, own)
+        await keeper.hang_up(pool_map, own)
         assert not started and written, "a node that joins again must not be admitted"
-        await keeper._hang_up(msgspec.structs.replace(pool_map, etcd=(own,)), own)
+        await keeper.hang_up(msgspec.structs.replace(pool_map, etcd=(own,)), own)
         assert started == [client]
 
     with real_etcd.RealEtcd() as etcd:
@@ -182,7 +182,7 @@ def test_restarting_member_is_a_problem_after_seconds(tmp_path, monkeypatch):
         pool_map=pool_map, present=lambda: {name: json.dumps(status) for name, status in says.items()}
     )
     monkeypatch.setattr(etcd_members, "SYSTEM_CLOCK", SimpleNamespace(boottime_s=lambda: now_s[0]))
-    monkeypatch.setattr(etcd_members.EtcdMembers, "_etcd", SimpleNamespace(is_silent=False))
+    monkeypatch.setattr(etcd_members.EtcdMembers, "etcd", SimpleNamespace(is_silent=False))
     keeper = etcd_members.EtcdMembers(
         PoolDirectory(tmp_path),
         Config(),
@@ -190,7 +190,7 @@ def test_restarting_member_is_a_problem_after_seconds(tmp_path, monkeypatch):
         None,
         None,
     )
-    keeper._node = first.nodes[0].id
+    keeper.node = first.nodes[0].id
 
     def problems_after(seconds, answers):
         says["etcd/1"]["answers"] = answers

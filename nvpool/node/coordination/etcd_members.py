@@ -38,8 +38,8 @@ from nvpool.runtime.daemon_lifecycle import read_grant_key
 from nvpool.security.tls import AUTHORITY_KEY_FILE, ETCD_SECRET
 
 PRESENT_S = 10.0
-_LOOK_S = 2.0
-_AGAIN_S = 1.0
+LOOK_S = 2.0
+RETRY_S = 1.0
 _LEAVE_S = 90.0
 SILENT_S = 5.0
 """Silence after which a member of etcd is reported as a problem.
@@ -56,7 +56,7 @@ class EtcdMembers:
         self, directory: PoolDirectory, config: Config, keeper: MapBackend, leading: Leading, dialer: Dialer
     ):
         self._directory = directory
-        self._node = directory.node
+        self.node = directory.node
         self._replace_after_s = config.supervisor.replace_after_s or inf
         self._scheme = "http" if config.network.plain_text else "https"
         self._keeper = keeper
@@ -79,32 +79,34 @@ class EtcdMembers:
     async def run(self) -> None:
         """Run this node's part until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for part in (self._announce(), self._follow(), self._lead(), self._learn()):
+            for part in (self.announce(), self._follow(), self._lead(), self.learn()):
                 tasks.create_task(part)
 
     @property
-    def _etcd(self) -> EtcdCoordinator | None:
+    def etcd(self) -> EtcdCoordinator | None:
+        """The coordinator in etcd, or None while this node has only a map that it knew before."""
         inner = self._keeper.relay.inner
         return inner if isinstance(inner, EtcdCoordinator) else None
 
     # -- presence --------------------------------------------------------------------------------------------
 
-    async def _announce(self) -> None:
+    async def announce(self) -> None:
+        """Publish, until cancelled, that this node is present and whether its member of etcd answers."""
         lease, said = None, b""
         while True:
             try:
                 own = self._keeper.own
                 self._answers = own is not None and await answers_alone(
-                    own.client, self._keeper.certificates(), _LOOK_S
+                    own.client, self._keeper.certificates(), LOOK_S
                 )
                 says = json.dumps(
                     {"able": shutil.which("etcd") is not None, "answers": self._answers}
                 ).encode()
                 self._keeper.show_certificates()  # in case they were renewed
-                if self._etcd is not None and (lease is None or lease.lost.done() or says != said):
+                if self.etcd is not None and (lease is None or lease.lost.done() or says != said):
                     before = lease
                     lease, said = (
-                        await self._keeper.relay.announce(f"{_PRESENT}{self._node}", says, PRESENT_S),
+                        await self._keeper.relay.announce(f"{_PRESENT}{self.node}", says, PRESENT_S),
                         says,
                     )
                     if before is not None:
@@ -112,7 +114,7 @@ class EtcdMembers:
             except NvpoolError as error:
                 log.debug("the presence of this node cannot be announced: %s", error)
             self.look()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(LOOK_S)
 
     def look(self) -> None:
         """Record whose etcd member does not answer, for `problems`. Call every few seconds."""
@@ -140,13 +142,13 @@ class EtcdMembers:
     async def _follow(self) -> None:
         epoch = -1
         while True:
-            newest = await self._keeper.relay.watch(epoch, _LOOK_S)
+            newest = await self._keeper.relay.watch(epoch, LOOK_S)
             try:
                 await self.act_here(newest or self._keeper.relay.pool_map)
                 epoch = newest.epoch if newest is not None else epoch
             except (NvpoolError, OSError) as error:
                 self._say("this node's part in keeping the map waits: %s", error)
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(RETRY_S)
 
     def _say(self, text: str, error: Exception) -> None:
         """Log each reason once."""
@@ -160,17 +162,17 @@ class EtcdMembers:
         if not keeper.is_in_etcd:
             return
         if not pool_map.etcd:  # the etcd is the operator's own
-            if keeper.external and self._node in etcd_membership.lets_in(pool_map):
+            if keeper.external and self.node in etcd_membership.lets_in(pool_map):
                 await self._have_keys(pool_map)
             return
         keeper.use(etcd_membership.clients(pool_map))
-        entry, own = of_node(pool_map, self._node), keeper.own
+        entry, own = of_node(pool_map, self.node), keeper.own
         if entry is None or entry.state == "lost":
             # A member with a newer generation comes from `recover`.
             if own is not None and not own.alone and own.generation < pool_map.epoch:
                 log.info("this node keeps the pool map no more")
                 await keeper.give_place_up()
-            if self._node in etcd_membership.lets_in(pool_map):
+            if self.node in etcd_membership.lets_in(pool_map):
                 await self._have_keys(pool_map)
             elif any(one.state == "up" for one in pool_map.etcd):
                 self._drop_keys()
@@ -187,9 +189,9 @@ class EtcdMembers:
             if entry.state != "leaving":
                 await self._have_keys(pool_map)
             keeper.begin(tuple((one.node, one.peer) for one in pool_map.etcd if one.id))
-            await self._hang_up(pool_map, entry)
+            await self.hang_up(pool_map, entry)
 
-    async def _hang_up(self, pool_map: PoolMap, entry: EtcdMember) -> None:
+    async def hang_up(self, pool_map: PoolMap, entry: EtcdMember) -> None:
         """Close etcd's connections of removed nodes: write the revocation list and restart our member.
 
         etcd checks a certificate only when a connection begins. The members restart one after the other, so
@@ -218,7 +220,7 @@ class EtcdMembers:
             await self._keeper.start_again()
             self._hung_up = removed
         until_s = SYSTEM_CLOCK.boottime_s() + _LEAVE_S
-        while not await answers_alone(entry.client, self._keeper.certificates(), _LOOK_S):
+        while not await answers_alone(entry.client, self._keeper.certificates(), LOOK_S):
             if SYSTEM_CLOCK.boottime_s() > until_s:
                 raise Unavailable("this node's member of etcd does not come back")
             await asyncio.sleep(0.1)
@@ -240,11 +242,11 @@ class EtcdMembers:
         """Get the CAs' keys, so that this node can admit members. Unavailable."""
         if all(path.exists() for path in self._key_files()):
             return
-        right = ServiceRight(SYSTEM_CLOCK, read_grant_key(self._directory), self._node)()
-        request = pool_pb2.KeysRequest(right=right, node=self._node).SerializeToString()
+        right = ServiceRight(SYSTEM_CLOCK, read_grant_key(self._directory), self.node)()
+        request = pool_pb2.KeysRequest(right=right, node=self.node).SerializeToString()
         reason = "no other node has them"
         for node in [
-            pool_map.node_by_id[number] for number in sorted(etcd_membership.lets_in(pool_map) - {self._node})
+            pool_map.node_by_id[number] for number in sorted(etcd_membership.lets_in(pool_map) - {self.node})
         ]:
             try:
                 reply = await self._dialer.call(
@@ -263,17 +265,17 @@ class EtcdMembers:
             return
         raise Unavailable(f"the keys of the pool's authorities cannot be had: {reason}")
 
-    async def _learn(self) -> None:
+    async def learn(self) -> None:
         """While etcd is unreachable, ask the other nodes for the map.
 
         A newer map names etcd's present members."""
         while True:
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(RETRY_S)
             held = self._keeper.relay.inner
             if not self._keeper.is_in_etcd or not isinstance(held, LastKnownMap):
                 continue
             try:
-                newer = await newest_elsewhere(held.pool_map, self._node, self._dialer)
+                newer = await newest_elsewhere(held.pool_map, self.node, self._dialer)
                 self._turned_away = False
             except StaleIdentity as error:
                 self._say("the other nodes do not know this one: %s", error)
@@ -287,9 +289,9 @@ class EtcdMembers:
     async def _lead(self) -> None:
         epoch = -1
         while True:
-            newest = await self._keeper.relay.watch(epoch, _LOOK_S)
+            newest = await self._keeper.relay.watch(epoch, LOOK_S)
             epoch = newest.epoch if newest is not None else epoch
-            if self._leading.manager is None or self._etcd is None:
+            if self._leading.manager is None or self.etcd is None:
                 self._last_here.clear()
                 continue
             try:
@@ -297,11 +299,11 @@ class EtcdMembers:
                     pass
             except (NvpoolError, OSError) as error:
                 self._say("who keeps the pool map stays as it is for now: %s", error)
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(RETRY_S)
 
     async def step(self) -> bool:
         """Make one step towards the required members; return whether there was one to make."""
-        etcd = self._etcd
+        etcd = self.etcd
         pool_map = self._keeper.relay.pool_map
         if etcd is None or not pool_map.etcd:
             return False
@@ -319,7 +321,7 @@ class EtcdMembers:
             return False
         if isinstance(step, MapChange):
             return await self._leading.change_as_leader(step.decide) is not pool_map
-        if self._leading.manager is None or etcd is not self._etcd or etcd.pool_map is not pool_map:
+        if self._leading.manager is None or etcd is not self.etcd or etcd.pool_map is not pool_map:
             raise StaleLease("another one may lead by now")
         log.info("etcd: %s", step)
         await etcd.change_members(step, self._scheme)
@@ -351,7 +353,7 @@ class EtcdMembers:
                     f"node {node} has not left etcd yet: {self._last_reason or 'another has to come first'}; the same "
                     f"command goes on"
                 )
-            newest = await self._keeper.relay.watch(epoch, min(_LOOK_S, WATCH_S_MAX))
+            newest = await self._keeper.relay.watch(epoch, min(LOOK_S, WATCH_S_MAX))
             epoch = newest.epoch if newest is not None else epoch
 
     @property
@@ -369,7 +371,7 @@ class EtcdMembers:
         if self._keeper.own is None and (answering := await self._answering(lost)):
             raise Refused(f"node {', '.join(map(str, answering))} answers, so it is not lost")
         new = await self._keeper.recover(lost)
-        return {"node": self._node, "epoch": new.epoch}
+        return {"node": self.node, "epoch": new.epoch}
 
     async def _answering(self, nodes: set[int]) -> list[int]:
         """Those of the nodes that answer."""
@@ -388,7 +390,7 @@ class EtcdMembers:
             return True
 
         known = [
-            node for node in self._keeper.relay.pool_map.nodes if node.id in nodes and node.id != self._node
+            node for node in self._keeper.relay.pool_map.nodes if node.id in nodes and node.id != self.node
         ]
         return [
             node.id
@@ -400,8 +402,8 @@ class EtcdMembers:
 
     def problems(self) -> list[str]:
         """Problems of the map's etcd, as sentences for `nvpool status`."""
-        pool_map, etcd = self._keeper.relay.pool_map, self._etcd
-        if self._node not in pool_map.node_by_id or (self._turned_away and etcd is None):
+        pool_map, etcd = self._keeper.relay.pool_map, self.etcd
+        if self.node not in pool_map.node_by_id or (self._turned_away and etcd is None):
             return [
                 "this node was removed from the pool, and serves nothing: end its daemon (nvpoold); what else is shown "
                 "here may be old. To be a node again it joins with another directory: nvpool node join HOST:PORT "

@@ -326,7 +326,7 @@ def test_missing_etcd_members_are_reported(tmp_path, monkeypatch, drained, here,
         own_data_is_lost=False,
         external=False,
     )
-    monkeypatch.setattr(EtcdMembers, "_etcd", SimpleNamespace(is_silent=False))
+    monkeypatch.setattr(EtcdMembers, "etcd", SimpleNamespace(is_silent=False))
     assert (
         EtcdMembers(PoolDirectory(tmp_path), Config(), keeper, SimpleNamespace(node=1), None).problems()
         == expected
