@@ -100,7 +100,7 @@ class Child:
                 self.restarts += 1
                 log.warning("%s has ended (%s); starting it again in %.2f s", self.name, self.last_end, delay)
             self.state = "restarting"
-            await _either(stopping, delay)
+            await wait_until_set(stopping, delay)
             delay = min(delay * 2, self._timing.restart_delay_max_s)
         self.state = "stopped"
 
@@ -269,7 +269,8 @@ def last_error(log_file: Path, pid: int) -> str:
     return errors[-1].decode(errors="replace") if errors else ""
 
 
-async def _either(event: asyncio.Event, wait_s: float) -> None:
+async def wait_until_set(event: asyncio.Event, wait_s: float) -> None:
+    """Return when the event is set, or after `wait_s`."""
     try:
         async with asyncio.timeout(wait_s):
             await event.wait()

@@ -102,7 +102,7 @@ class Leading:
         self._node = node
         self._dialer = dialer
         self._pid_of = pid_of
-        self._passing: set[asyncio.Task[None]] = set()
+        self.forwarding: set[asyncio.Task[None]] = set()
         self.manager: Manager | None = None
         self._leadership: Leadership | None = None
         self._since_s: dict[str, float] = {}
@@ -117,13 +117,14 @@ class Leading:
 
     async def run(self) -> None:
         """Lead whenever no other node does, until cancelled."""
-        seeing = asyncio.ensure_future(self._see())
+        seeing = asyncio.ensure_future(self.watch_leader())
         try:
             await self._lead()
         finally:
             seeing.cancel()
 
-    async def _see(self) -> None:
+    async def watch_leader(self) -> None:
+        """Note since when which node leads, and wake waiting requests at a change, until cancelled."""
         known = last = None
         while True:
             leader = self._coordinator.leader()
@@ -139,7 +140,8 @@ class Leading:
         waiting, self._another = self._another, asyncio.get_running_loop().create_future()
         waiting.set_result(None)
 
-    def _begun(self, lease: CoordinatorLease) -> Leadership:
+    def begin_term(self, lease: CoordinatorLease) -> Leadership:
+        """Make the leadership of a new lease, with what is known of its predecessor."""
         former, now_s = lease.former, self._clock.boottime_s()
         seen_s = now_s - self._since_s.get(former, now_s) if former is not None else 0.0
         bounded = not self._unbounded and former is not None and max(seen_s, lease.former_led_s) > LEASE_S
@@ -170,7 +172,7 @@ class Leading:
                 await asyncio.sleep(_RETRY_S)
             if lease is None:
                 continue
-            self._leadership = self._begun(lease)
+            self._leadership = self.begin_term(lease)
             gone = self._leadership.gone
             log.info(
                 "this node leads the pool%s",
@@ -299,7 +301,7 @@ class Leading:
             call.reply(self.manager.alive(request).SerializeToString())
         elif pid is None or hops >= _HOPS_MAX:
             raise NotLeader("this node does not lead the pool")
-        elif len(self._passing) < _PASSED_ON_MAX:
+        elif len(self.forwarding) < _PASSED_ON_MAX:
             self._own(self._pass_on(call, request))
         else:
             raise Unavailable("too many heartbeats are on their way to the node that leads the pool")
@@ -451,11 +453,11 @@ class Leading:
 
     def _own(self, work) -> None:
         task = asyncio.ensure_future(work)
-        self._passing.add(task)
-        task.add_done_callback(self._passing.discard)
+        self.forwarding.add(task)
+        task.add_done_callback(self.forwarding.discard)
 
     async def close(self) -> None:
-        passing = list(self._passing)
+        passing = list(self.forwarding)
         for task in passing:
             task.cancel()
         if passing:

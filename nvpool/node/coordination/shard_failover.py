@@ -85,12 +85,12 @@ class ShardFailover:
         targets that serve and do not know the map of that epoch yet.
         """
         self._newest = pool_map
-        self._change = change
+        self.change = change
         self._clock = clock
         self._secret = secret
         self._checking: AuthorityCheck | None = None
         self._leads = leads
-        self._change_anywhere = change_anywhere or change
+        self.change_anywhere = change_anywhere or change
         self._has_records = has_records
         self._lease_s = lease_s
         self._unaware = unaware
@@ -136,7 +136,7 @@ class ShardFailover:
                 )
             return member_changes.standby_out(pool_map, request.shard, request.member, request.term)
 
-        new = await self._change(decide)
+        new = await self.change(decide)
         log.info(
             "standby %d of shard %d is %s",
             request.member,
@@ -152,7 +152,7 @@ class ShardFailover:
         """
         if not request.rights:
             return pb.TakeRightReply(unaware=self._unaware(request.known))
-        new = await self._change(
+        new = await self.change(
             lambda newest: grant_revocation.taken(
                 newest,
                 request.volume,
@@ -172,7 +172,7 @@ class ShardFailover:
         if any(partition >= PARTITION_COUNT for partition in partitions):
             raise InvalidRequest("there is no such partition")
         try:
-            new = await self._change(
+            new = await self.change(
                 lambda newest: partition_moves.moved(
                     newest, request.source, request.term, request.destination, partitions, request.map_epoch
                 )
@@ -187,7 +187,7 @@ class ShardFailover:
         shard = member_changes.shard_of(pool_map, request.shard)
         if request.term == 0 and request.member == shard.member:
             heirs, lost = await self._look_at_standbys(shard)
-            pool_map = await self._change(
+            pool_map = await self.change(
                 lambda newest: member_changes.primary_began(
                     newest, request.shard, request.member, heirs, lost, request.whole_term
                 )
@@ -340,7 +340,7 @@ class ShardFailover:
             return new
 
         try:
-            new = await (self._change_anywhere if leadership is None else self._change)(decide)
+            new = await (self.change_anywhere if leadership is None else self.change)(decide)
         except StaleTerm:
             if lost.ended and self._newest().shard_by_id.get(shard.id, shard).term != shard.term:
                 self._ended.pop(shard.id, None)

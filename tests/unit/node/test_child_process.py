@@ -112,7 +112,7 @@ def test_restart_delay_is_reset_after_healthy_service(directory, monkeypatch):
     async def no_wait(event, wait_s):
         waits.append(wait_s)
 
-    monkeypatch.setattr(child_module, "_either", no_wait)
+    monkeypatch.setattr(child_module, "wait_until_set", no_wait)
 
     async def run(stopping, hurry):
         clock, timing = (

@@ -273,11 +273,11 @@ async def test_primary_lease_is_bounded_by_leadership():
         assert lease.lease_ms == 0
         raise Unavailable("no answer", may_be_applied=True)
 
-    bench.keeper._change = lost
+    bench.keeper.change = lost
     with pytest.raises(Unavailable):
         await bench.keeper.run_once()
     assert (await bench.alive(0, 1)).lease_ms == 0
-    bench.keeper._change = made
+    bench.keeper.change = made
     await bench.keeper.run_once()  # its heartbeat has not counted
     assert bench.shard.member == 1 and (await bench.alive(1, 2)).lease_ms == 700
 
@@ -330,7 +330,7 @@ async def test_removed_shard_needs_no_primary():
         bench.map = left
         return decide(left)
 
-    bench.keeper._change_anywhere = change_anywhere
+    bench.keeper.change_anywhere = change_anywhere
     bench.keeper.member_ended(1, 0)
     await bench.keeper.run_once()
     assert bench.map is left

@@ -60,7 +60,7 @@ def asking(check):
     async def main():
         others = Others()
         leading = Leading(others, 1, others, lambda target: None)
-        seeing = asyncio.ensure_future(leading._see())
+        seeing = asyncio.ensure_future(leading.watch_leader())
         call = DirectCall(META_ALIVE, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 600)
         call.peer = call.peer._replace(member="")
         question = asyncio.ensure_future(leading.ask_leader(call))
@@ -116,7 +116,7 @@ def test_late_death_report_does_not_hit_the_next_process(serves_again):
         others = Coordinator()
         leading = Leading(others, 1, others, pids.get)
         leading.died(1, 7)
-        await asyncio.gather(*leading._passing)
+        await asyncio.gather(*leading.forwarding)
         assert any(1 in chain.targets for chain in others.pool_map.tables[-1].chains) == serves_again
 
     pids = {1: 7}
@@ -157,7 +157,7 @@ def test_request_of_an_own_shard_process_is_forwarded(member):
 def test_request_of_an_own_target_is_forwarded(member):
     async def check(others, leading, call):
         leading.alive(call)
-        await asyncio.gather(*leading._passing)
+        await asyncio.gather(*leading.forwarding)
         assert call.answer == (b"from 2", b"")
         passed_on = AliveRequest.FromString(others.messages[0])
         assert (passed_on.forwarded.node, passed_on.forwarded.hops, passed_on.target, passed_on.pid) == (
@@ -205,7 +205,7 @@ def test_unreachable_leader_is_asked_through_another_node():
 def test_heartbeat_of_a_target_is_not_relayed():
     async def check(others, leading, call):
         leading.alive(call)
-        await asyncio.gather(*leading._passing)
+        await asyncio.gather(*leading.forwarding)
         assert isinstance(call.answer, DeadlineExceeded) and others.asked == [2]
         assert AliveRequest.FromString(others.messages[0]).forwarded == Forwarded(node=1, hops=1)
 
@@ -341,7 +341,7 @@ def test_reply_after_a_leader_change_may_be_applied():
     async def main():
         others = Refusing()
         leading = Leading(others, 1, others, lambda target: None)
-        seeing = asyncio.ensure_future(leading._see())
+        seeing = asyncio.ensure_future(leading.watch_leader())
         call = DirectCall(META_ALIVE, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 600)
         question = asyncio.ensure_future(leading.ask_leader(call))
         while not others.asked:  # noqa: ASYNC110 - there is no event
@@ -364,7 +364,7 @@ def test_rights_of_the_former_leader_have_expired(former, led_s, bounded):
 
     async def main():
         leading = Leading(Others(), 1, Others(), {}.get)
-        term = leading._begun(SimpleNamespace(former=former, former_led_s=led_s, left_s=2.0, holds=True))
+        term = leading.begin_term(SimpleNamespace(former=former, former_led_s=led_s, left_s=2.0, holds=True))
         assert (term.bounded, term.gone) == (bounded, 2 if bounded else None)
 
     asyncio.run(main())
