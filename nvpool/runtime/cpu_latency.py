@@ -53,9 +53,9 @@ class CpuLatencyRequest:
     def __init__(
         self, wanted: str, device: Path = _DEVICE, driver: Path = _DRIVER, processors: int | None = None
     ) -> None:
-        self._descriptor = -1
+        self.descriptor = -1
         self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+        self.timer: asyncio.TimerHandle | None = None
         self._touches = 0
         self._holds = False
         if wanted == "never":
@@ -71,36 +71,36 @@ class CpuLatencyRequest:
                     "all of them awake under load"
                 )
                 return
-            self._descriptor = os.open(device, os.O_WRONLY | os.O_CLOEXEC)
+            self.descriptor = os.open(device, os.O_WRONLY | os.O_CLOEXEC)
         except OSError as error:
             log.info("processors may sleep between requests: %s: %s", device, error.strerror)
 
     def touch(self) -> None:
         self._touches += 1
-        if self._timer is None and self._descriptor >= 0:
-            self._timer = self._loop.call_later(LINGER_S, self._look)
+        if self.timer is None and self.descriptor >= 0:
+            self.timer = self._loop.call_later(LINGER_S, self.end_window)
 
-    def _look(self) -> None:
+    def end_window(self) -> None:
         """End of a time window: expect the next one to be as busy as this one."""
         touches, self._touches = self._touches, 0
         busy = touches >= BURST_MIN
-        self._timer = self._loop.call_later(LINGER_S, self._look) if busy else None
+        self.timer = self._loop.call_later(LINGER_S, self.end_window) if busy else None
         if busy != self._holds:
             self._holds = busy
             self._limit(self._limit_us if busy else NO_LIMIT_US)
 
     def _limit(self, limit_us: int) -> None:
         try:
-            os.write(self._descriptor, struct.pack("=i", limit_us))
+            os.write(self.descriptor, struct.pack("=i", limit_us))
         except OSError as error:
             log.warning("processors cannot be kept awake: %s", error.strerror)
             self.close()
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
         self._holds = False
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1

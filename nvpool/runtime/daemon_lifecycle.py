@@ -52,7 +52,7 @@ from nvpool.security.volume_keys import PoolKeys
 
 _MAP_WAIT_S = min(30.0, MEMBER_S / 12)
 """Longest wait for a new map; the certificate is checked as often."""
-_MAP_RETRY_S = 0.5
+MAP_RETRY_S = 0.5
 _PORT_WAIT_S = 10.0
 REFRESH_S = 0.02
 """Shortest time between two looks at poolmap.json; a store lets clients retry after as long."""
@@ -372,7 +372,7 @@ def main(
             )
             keep_supervised(directory, stop)
             log.info("serving at %s", ", ".join(own))
-            watching = asyncio.ensure_future(_watch_map(directory, dialer, pool_map, service, identity))
+            watching = asyncio.ensure_future(watch_map(directory, dialer, pool_map, service, identity))
             asked = asyncio.ensure_future(stop.asked.wait())
             await asyncio.wait([watching, asked, opened.failed], return_when=asyncio.FIRST_COMPLETED)
             asked.cancel()
@@ -421,7 +421,7 @@ def show_renewed(identity: TlsIdentity | None) -> None:
             log.error("the renewed certificate cannot be used: %s", error)
 
 
-async def _watch_map(
+async def watch_map(
     directory: PoolDirectory,
     dialer: Dialer,
     pool_map: PoolMap,
@@ -449,7 +449,7 @@ async def _watch_map(
             raw = decoded(MapReply, reply.message).map
             newer, logged = decode_map(raw) if raw else None, ""
         except NvpoolError as error:
-            await asyncio.sleep(_MAP_RETRY_S)
+            await asyncio.sleep(MAP_RETRY_S)
             why = "" if isinstance(error, Unavailable) else f"the supervisor gives no pool map: {error}"
             try:
                 newer = read_map(directory)

@@ -34,7 +34,7 @@ def burst(awake: CpuLatencyRequest, count: int = BURST_MIN) -> None:
 
 async def until_quiet(awake: CpuLatencyRequest) -> None:
     for _ in range(1000):
-        if awake._timer is None:
+        if awake.timer is None:
             return
         await asyncio.sleep(LINGER_S / 5)
     raise AssertionError("processors stay awake forever")
@@ -47,9 +47,9 @@ def test_many_requests_keep_processors_awake_while_they_run(device, tmp_path):
         await until_quiet(awake)
         assert limits(device) == [SHALLOW_US, NO_LIMIT_US]
         burst(awake)
-        awake._look()
+        awake.end_window()
         burst(awake)
-        awake._look()
+        awake.end_window()
         awake.close()
 
     asyncio.run(work())
@@ -86,8 +86,8 @@ def test_guest_limits_depend_on_its_processor_count(device, tmp_path, wanted, pr
     async def work():
         awake = CpuLatencyRequest(wanted, device, tmp_path / "driver", processors)
         burst(awake)
-        if awake._timer is not None:
-            awake._look()
+        if awake.timer is not None:
+            awake.end_window()
         awake.close()
 
     asyncio.run(work())
@@ -101,7 +101,7 @@ def test_requests_are_served_without_the_device_or_option(tmp_path, wanted, devi
             wanted, tmp_path / "none" if wanted == "auto" else device, tmp_path / "no-driver"
         )
         burst(awake)
-        assert awake._timer is None
+        assert awake.timer is None
         awake.close()
 
     asyncio.run(work())
@@ -111,13 +111,13 @@ def test_requests_are_served_without_the_device_or_option(tmp_path, wanted, devi
 def test_limit_that_the_kernel_refuses_is_dropped(device, tmp_path, caplog):
     async def work():
         awake = CpuLatencyRequest("auto", device, tmp_path / "no-driver")
-        os.close(awake._descriptor)
-        awake._descriptor = os.open(device, os.O_RDONLY)
+        os.close(awake.descriptor)
+        awake.descriptor = os.open(device, os.O_RDONLY)
         burst(awake)
-        awake._look()
-        assert awake._descriptor == -1
+        awake.end_window()
+        assert awake.descriptor == -1
         awake.touch()
-        assert awake._timer is None
+        assert awake.timer is None
         awake.close()
 
     asyncio.run(work())

@@ -33,7 +33,7 @@ class Supervisor:
 
 
 def test_refused_and_broken_maps_do_not_end_a_daemon(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(runtime_service, "_MAP_RETRY_S", 0.01)
+    monkeypatch.setattr(runtime_service, "MAP_RETRY_S", 0.01)
     first = a_pool((4, 4), 1)
     second = replace(first, epoch=2)
     supervisor = Supervisor(
@@ -49,7 +49,7 @@ def test_refused_and_broken_maps_do_not_end_a_daemon(monkeypatch, tmp_path, capl
 
     async def run():
         watching = asyncio.ensure_future(
-            runtime_service._watch_map(
+            runtime_service.watch_map(
                 directory, supervisor, first, SimpleNamespace(update_map=taken.append), None
             )
         )
