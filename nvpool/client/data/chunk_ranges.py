@@ -36,7 +36,7 @@ from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import data_pb2, wire_pb2
 
 _EXTENT = struct.Struct("<III")
-_PATIENCE_S = 2.0
+PATIENCE_S = 2.0
 """Time for a target's reply about extents, before another replica is asked.
 
 It doubles with each failed attempt at a target, as the target may have much to report.
@@ -77,7 +77,7 @@ class ExtentClient:
             targets = sorted(set(holders.values()))
             # No target is waited for to the deadline: while one is silent, another replica may answer or the
             # map change.
-            patience_s = _PATIENCE_S * 2 ** min(max(failures[target] for target in targets), _LONGER_MAX)
+            patience_s = PATIENCE_S * 2 ** min(max(failures[target] for target in targets), _LONGER_MAX)
             until_s = min(deadline_s, self._clock.boottime_s() + patience_s)
             asked = asyncio.gather(
                 *[self._ask(file, target, chunks, until_s) for target in targets], return_exceptions=True

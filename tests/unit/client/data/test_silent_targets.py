@@ -65,7 +65,7 @@ async def content_of(vfs, handle) -> bytes:
 
 @in_loop
 async def test_extent_query_is_repeated_when_all_were_silent(monkeypatch):
-    monkeypatch.setattr(client_extents, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(client_extents, "PATIENCE_S", 0.05)
     async with made() as (pool, vfs):
         content = os.urandom(100_000)
         handle, copy = await new_file(vfs, b"file", content), await new_file(vfs, b"copy")
@@ -87,7 +87,7 @@ async def test_extent_query_is_repeated_when_all_were_silent(monkeypatch):
 
 @in_loop
 async def test_extent_query_is_repeated_after_an_expired_lease(monkeypatch):
-    monkeypatch.setattr(client_extents, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(client_extents, "PATIENCE_S", 0.05)
     async with made() as (pool, vfs):
         content = os.urandom(100_000)
         handle, copy = await new_file(vfs, b"file", content), await new_file(vfs, b"copy")
@@ -105,7 +105,7 @@ async def test_extent_query_is_repeated_after_an_expired_lease(monkeypatch):
 
 @in_loop
 async def test_extent_query_follows_a_map_without_the_silent_target(monkeypatch):
-    monkeypatch.setattr(client_extents, "_PATIENCE_S", 600.0)
+    monkeypatch.setattr(client_extents, "PATIENCE_S", 600.0)
     async with made() as (pool, vfs):
         handle = await new_file(vfs, b"file", bytes(5000))
         silent = pool.pool_map.chain(2, chain_of(handle.inode, 0)).targets[0]
@@ -118,7 +118,7 @@ async def test_extent_query_follows_a_map_without_the_silent_target(monkeypatch)
 
 @in_loop
 async def test_superseded_query_leaves_no_unseen_error(monkeypatch):
-    monkeypatch.setattr(client_extents, "_PATIENCE_S", 600.0)
+    monkeypatch.setattr(client_extents, "PATIENCE_S", 600.0)
     async with made() as (pool, vfs):
         handle = await new_file(vfs, b"file", bytes(5000))
         silent = pool.pool_map.chain(2, chain_of(handle.inode, 0)).targets[0]
