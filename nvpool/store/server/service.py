@@ -142,7 +142,7 @@ class StoreService:
         self._waiting_of: dict[str, int] = {}
         """Number of waiting calls by peer (CallerRights.account), for peers that are not trusted."""
         self._read_out: asyncio.Future | None = None
-        self._tending: asyncio.Task | None = None
+        self.tending: asyncio.Task | None = None
         self.ended_equal = False
         """Set by `close`: this member ends in step with its chains.
 
@@ -150,7 +150,7 @@ class StoreService:
         """
         self._draining = False
         self._handover_path, self._handover_group = handover_path, handover_group
-        self._handover: Handover | None = None
+        self.handover: Handover | None = None
         self.replica = Replica(
             store, target, clock, grant_secret, dialer=dialer, ask_map=refresh_map or (lambda: None)
         )
@@ -225,7 +225,7 @@ class StoreService:
             waiting_count=lambda: self.waiting_count,
         )
         self.measure = status.measure
-        self._methods: dict[int, Callable[[Call], None]] = {
+        self.methods: dict[int, Callable[[Call], None]] = {
             Method.DATA_READ: self._read,
             Method.DATA_WRITE: self._write,
             Method.DATA_FLUSH: self._flush,
@@ -250,7 +250,7 @@ class StoreService:
 
     async def start(self) -> None:
         """Start the background work. Call once."""
-        self._tending = asyncio.get_running_loop().create_task(self._tend())
+        self.tending = asyncio.get_running_loop().create_task(self._tend())
         if (
             self._handover_path
             and self.store.location_leases is not None
@@ -259,7 +259,7 @@ class StoreService:
             handover = Handover(self._handover_path, self._handover_message, group=self._handover_group)
             try:
                 handover.start()
-                self._handover = handover
+                self.handover = handover
             except NvpoolError as error:
                 log.warning(
                     "target %d: no short-circuit reads for clients of this host: %s", self.target, error
@@ -295,8 +295,8 @@ class StoreService:
         self._draining = True
         if self.fast_path is not None:
             await close_fast_reads(self.fast_path, drain_s)
-        if self._handover is not None:
-            self._handover.close()
+        if self.handover is not None:
+            self.handover.close()
         waiting: set[asyncio.Future] = set(self._tasks)
         if self._reads:
             self._read_out = asyncio.get_running_loop().create_future()
@@ -319,9 +319,9 @@ class StoreService:
 
     async def stop_tending(self) -> None:
         """Stop the periodic work that `start` began; part of `close`."""
-        if self._tending is not None:
-            self._tending.cancel()
-            await asyncio.gather(self._tending, return_exceptions=True)
+        if self.tending is not None:
+            self.tending.cancel()
+            await asyncio.gather(self.tending, return_exceptions=True)
 
     def update_map(self, pool_map: PoolMap) -> None:
         """Use this map if it is newer than the current one."""
@@ -344,7 +344,7 @@ class StoreService:
         if self._draining:
             raise Draining
         self._callers.check(call)
-        method = self._methods.get(call.method)
+        method = self.methods.get(call.method)
         if method is None:
             raise InvalidRequest(f"a chunk store does not know the method {call.method}")
         if not self.serving_lease.vouched and call.method != Method.DATA_STATUS:

@@ -614,8 +614,8 @@ async def test_restarted_store_grants_locations_again(host):
         for target in list(host.pool.stores):
             service = host.pool.stores.pop(target)
             await host.pool.hang_up("target", target, 0.0)
-            service._tending.cancel()
-            service._handover.close()
+            service.tending.cancel()
+            service.handover.close()
             await service.store.abandon()  # the state that kill -9 leaves
             await host.pool.start_store(target)
         new = some(5000, round_number + 50)
@@ -677,7 +677,7 @@ async def test_locations_arrive_in_time_for_a_sequential_reader(host):
 
 def answer_in_turn(service):
     """Make the store process one request at a time, 3 ms each."""
-    kinds = {method: service._methods[method] for method in (Method.DATA_LOCATE, Method.DATA_READ)}
+    kinds = {method: service.methods[method] for method in (Method.DATA_LOCATE, Method.DATA_READ)}
     waiting = deque()
 
     def come(call):
@@ -691,7 +691,7 @@ def answer_in_turn(service):
         if waiting:
             asyncio.get_running_loop().call_later(0.003, answer)
 
-    service._methods.update(dict.fromkeys(kinds, come))
+    service.methods.update(dict.fromkeys(kinds, come))
 
 
 DIRECT = QUICK._replace(direct_reads=True)

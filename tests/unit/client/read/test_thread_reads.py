@@ -130,8 +130,8 @@ def patched(served, answer):
 
     async def patch():
         for service in served.pool.stores.values():
-            original = service._methods[DATA_READ]
-            service._methods[DATA_READ] = lambda call, original=original: answer(original, call)
+            original = service.methods[DATA_READ]
+            service.methods[DATA_READ] = lambda call, original=original: answer(original, call)
 
     served.run(patch())
 
