@@ -131,7 +131,7 @@ class LockTable:
         self.counts: dict[int, int] = {}
         """Number of locked ranges by session."""
         self._of_session: dict[int, dict[tuple[int, Owner], None]] = {}
-        self._waiters: dict[int, Waiter] = {}
+        self.waiters: dict[int, Waiter] = {}
         self._waits_of: dict[Owner, list[Waiter]] = {}
         self._waits_by_session: dict[int, int] = {}
         self.dead: dict[int, float] = {}
@@ -157,7 +157,7 @@ class LockTable:
     ) -> LockDecision:
         """Decide a lock request; nothing is changed. WouldDeadlock, TooManyLocks."""
         file = self.files.get(inode)
-        waiter = self._waiters.get(ticket)
+        waiter = self.waiters.get(ticket)
         if waiter is not None and (waiter.inode, waiter.owner) != (inode, owner):
             waiter = None
         if not mode or file is None:
@@ -176,10 +176,10 @@ class LockTable:
         if owner.kind == RECORD and self._closes_a_circle(file, candidate):
             raise WouldDeadlock()
         if waiter is None and (
-            len(self._waiters) >= WAITERS_MAX
+            len(self.waiters) >= WAITERS_MAX
             or self._waits_by_session.get(owner.session, 0) >= WAITERS_PER_SESSION_MAX
         ):
-            raise TooManyLocks(f"{len(self._waiters)} processes wait for locks already")
+            raise TooManyLocks(f"{len(self.waiters)} processes wait for locks already")
         candidate.ticket = candidate.ticket or self._next_ticket
         return step._replace(waiter=candidate)
 
@@ -217,7 +217,7 @@ class LockTable:
             self._leave(waiter)
         elif waiter is not None:
             waiter.heard_s = self._now_s()
-            if waiter.ticket not in self._waiters:
+            if waiter.ticket not in self.waiters:
                 self._join(waiter)
         self._give_turns(step.inode)
 
@@ -328,7 +328,7 @@ class LockTable:
 
     def _join(self, waiter: Waiter) -> None:
         self._next_ticket += 1
-        self._waiters[waiter.ticket] = waiter
+        self.waiters[waiter.ticket] = waiter
         self._waits_of.setdefault(waiter.owner, []).append(waiter)
         self._waits_by_session[waiter.owner.session] = self._waits_by_session.get(waiter.owner.session, 0) + 1
         file = self.files.get(waiter.inode)
@@ -337,7 +337,7 @@ class LockTable:
         file.queue.append(waiter)
 
     def _leave(self, waiter: Waiter) -> None:
-        if self._waiters.pop(waiter.ticket, None) is None:
+        if self.waiters.pop(waiter.ticket, None) is None:
             return
         others = self._waits_of[waiter.owner]
         others.remove(waiter)
@@ -360,7 +360,7 @@ class LockTable:
                     self.on_turn(waiter)
 
     def waiter(self, session: int, ticket: int) -> Waiter | None:
-        waiter = self._waiters.get(ticket)
+        waiter = self.waiters.get(ticket)
         return waiter if waiter is not None and waiter.owner.session == session else None
 
     def give_up(self, waiter: Waiter) -> None:
@@ -370,22 +370,22 @@ class LockTable:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiters)
+        return len(self.waiters)
 
     def tick(self) -> None:
         """Called about once a second: drop silent waiters and unused turns, and give turns that are due."""
         now_s = self._now_s()
         silent: set[int] = set()
-        for waiter in list(self._waiters.values()):
+        for waiter in list(self.waiters.values()):
             if waiter.has_turn and now_s - waiter.turn_s > TURN_S:
                 silent.add(waiter.owner.session)
                 self.give_up(waiter)
             elif now_s - waiter.heard_s > SILENT_S:
                 self.give_up(waiter)
-        for waiter in list(self._waiters.values()) if silent else ():
+        for waiter in list(self.waiters.values()) if silent else ():
             if waiter.owner.session in silent and waiter.heard_s < math.inf:
                 self.give_up(waiter)  # otherwise each of them would delay the others for as long
-        for inode in {waiter.inode for waiter in self._waiters.values()}:
+        for inode in {waiter.inode for waiter in self.waiters.values()}:
             self._give_turns(inode)
 
     # -- sessions ----------------------------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ class LockTable:
         }
 
     def waiters_in(self, partitions: frozenset[int]) -> list[Waiter]:
-        return [waiter for waiter in self._waiters.values() if partition_of(waiter.inode) in partitions]
+        return [waiter for waiter in self.waiters.values() if partition_of(waiter.inode) in partitions]
 
     def renaming(self, old: int, new: int) -> list[tuple[bytes, bytes | None]]:
         """Effects of `rename_session`."""
@@ -459,7 +459,7 @@ class LockTable:
 
         Return its lock count.
         """
-        for waiter in [waiter for waiter in self._waiters.values() if waiter.owner.session == session]:
+        for waiter in [waiter for waiter in self.waiters.values() if waiter.owner.session == session]:
             self.give_up(waiter)
         if session in self._of_session:
             self.dead[session] = self._now_s() + (self.hold_s if hold_s is None else hold_s)

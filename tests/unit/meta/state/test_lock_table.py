@@ -173,9 +173,9 @@ class Tables(RuleBasedStateMachine):
     def advance_clock(self):
         self.clock.advance(FAIR_S)
         for ticket in self.places:
-            self.table._waiters[ticket].heard_s = math.inf
+            self.table.waiters[ticket].heard_s = math.inf
             if ticket in self.turns:
-                self.table._waiters[ticket].turn_s = self.clock.boottime_s()
+                self.table.waiters[ticket].turn_s = self.clock.boottime_s()
         self.table.tick()
         for ticket, (inode, owner, start, end, mode) in self.places.items():
             assert ticket in self.turns or self.blocked_by(inode, owner, start, end, mode), (
@@ -232,7 +232,7 @@ class Driven:
         return step.granted or (step.waiter.ticket if step.waiter else 0)
 
     def waiter(self, ticket):
-        return self.table._waiters[ticket]
+        return self.table.waiters[ticket]
 
 
 def test_waiters_are_granted_in_order_and_readers_together():
