@@ -189,7 +189,7 @@ class KeptMemory:
                 if magic == MAGIC
                 else "this is not the memory of a mount's process"
             )
-        places = _places(arena_bytes)
+        places = places_for(arena_bytes)
         if total != size or arena_bytes % MIB or places[-1] + arena_bytes != total:
             raise CorruptRecord(
                 f"the memory that a mount's process left says that it has {total} bytes, and has {size}"
@@ -222,7 +222,7 @@ class KeptMemory:
         The descriptor is closed on exec, and the size of the memory is sealed.
         """
         arena_bytes = max(arena_bytes, 16 * MIB) + MIB - 1 & ~(MIB - 1)
-        total = _places(arena_bytes)[-1] + arena_bytes
+        total = places_for(arena_bytes)[-1] + arena_bytes
         return make_sealed("nvpool mount", total, _HEAD.pack(MAGIC, VERSION, 0, total, arena_bytes))
 
     # -- words -----------------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ class KeptHandles:
         magic, version, _, _, arena_bytes = _HEAD.unpack_from(self._memory)
         if magic != MAGIC or version != VERSION:
             raise WrongFormat(f"the memory of this mount has version {version}, this nvpool knows {VERSION}")
-        self._place = _places(arena_bytes)[1]
+        self._place = places_for(arena_bytes)[1]
 
     def word(self, word: Word) -> int:
         value: int
@@ -375,7 +375,7 @@ class KeptHandles:
         return inode if mark == number and flags & PUBLISHED else 0
 
 
-def _places(arena_bytes: int) -> tuple[int, ...]:
+def places_for(arena_bytes: int) -> tuple[int, ...]:
     """Return the offsets of shards, handles, locks, files, writes and arena."""
     found = [4 * KIB]
     for count in (

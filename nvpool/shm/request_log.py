@@ -89,7 +89,7 @@ class Unanswered:
         for index, unique in enumerate(struct.unpack_from(f"<{count}Q", memory, _MARKS_PLACE)):
             if not unique:
                 (self._small if index < SMALL_COUNT else self._large).append(index)
-            elif self._length_at(self._place(index)) and unique not in self._at:
+            elif self._length_at(self.place_of(index)) and unique not in self._at:
                 self._at[unique] = index
             else:
                 raise CorruptRecord(f"request {unique} that a mount's process left makes no sense")
@@ -105,7 +105,8 @@ class Unanswered:
         total = _places(request_bytes)[-1]
         return make_sealed("nvpool requests", total, _HEAD.pack(MAGIC, VERSION, 0, total, request_bytes))
 
-    def _place(self, index: int) -> int:
+    def place_of(self, index: int) -> int:
+        """Offset of the request at this index."""
         if index < SMALL_COUNT:
             return self._small_place + index * PAGE
         return self._large_place + (index - SMALL_COUNT) * self.request_bytes
@@ -135,7 +136,7 @@ class Unanswered:
             return
         length = len(request)
         index = (self._small if length <= PAGE else self._large).pop()
-        place = self._place(index)
+        place = self.place_of(index)
         self._view[place : place + length] = request
         _MARK.pack_into(self._memory, _MARKS_PLACE + _MARK.size * index, unique)
         self._at[unique] = index
@@ -167,6 +168,6 @@ class Unanswered:
                 self.keep(unique, self.buffer[:length])
         found = []
         for unique in sorted(self._at):
-            place = self._place(self._at[unique])
+            place = self.place_of(self._at[unique])
             found.append((unique, bytes(self._view[place : place + self._length_at(place)])))
         return found

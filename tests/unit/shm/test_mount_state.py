@@ -42,7 +42,7 @@ def test_layout_matches_the_format(descriptor):
 
     assert at(0, 32) == b"nvpkept\n" + struct.pack("<IIQQ", 1, 0, os.fstat(descriptor).st_size, 16 * MIB)
     assert at(64 + 16, 8) == bytes((8, 7, 6, 5, 4, 3, 2, 1)) and at(1024, 5) == b"\x040:45"
-    shards, handles, locks, files, writes, arena = mount_state._places(16 * MIB)
+    shards, handles, locks, files, writes, arena = mount_state.places_for(16 * MIB)
     assert (shards, handles) == (4096, 4096 + (2 << 20))
     assert at(shards, 76) == struct.pack("<IB63sQ", 7, 6, b"secret", 0x1122)
     assert at(shards + 76 + 2 * 24, 24) == struct.pack("<QQQ", 5, 33, 0x99)
@@ -115,7 +115,7 @@ def test_invalid_bytes_raise_only_nvpool_errors(descriptor):
         memory.keep_write(10, number << 12, bytes(4096), number, True, number + 1)
         memory.handles.put(memory.handles.take(), 10, 0, 0, 0, 0, 0, number + 1)
     whole = os.pread(descriptor, 8192, 0)
-    shards, handles, _, _, writes, _ = mount_state._places(16 * MIB)
+    shards, handles, _, _, writes, _ = mount_state.places_for(16 * MIB)
     places = [
         *range(128),
         *range(shards, shards + 100),
@@ -140,7 +140,7 @@ def test_invalid_bytes_raise_only_nvpool_errors(descriptor):
 def test_full_table_raises_too_many_open(descriptor, monkeypatch):
     memory = KeptMemory(descriptor)
     table = mount_state.Table(
-        memory.mapping, mount_state._places(16 * MIB)[2], mount_state.LOCK, 3, Word.LOCKS
+        memory.mapping, mount_state.places_for(16 * MIB)[2], mount_state.LOCK, 3, Word.LOCKS
     )
     taken = [table.take() for _ in range(3)]
     assert taken == [0, 1, 2] and not table.free

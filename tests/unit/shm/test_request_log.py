@@ -102,7 +102,7 @@ def test_kill_between_any_two_writes_loses_no_request(descriptor, monkeypatch):
         assert Unanswered(descriptor).left(MASK) == [(4, request(4, 100, b"a"))]
     # bytes of a slot without its mark
     whole = mmap.mmap(descriptor, 0)
-    place = kept._place(SMALL_COUNT - 1)
+    place = kept.place_of(SMALL_COUNT - 1)
     whole[place : place + 60] = request(8)
     assert Unanswered(descriptor).left(MASK) == [(4, request(4, 100, b"a"))]
 
