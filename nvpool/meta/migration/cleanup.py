@@ -100,13 +100,14 @@ class PartitionCleanup:
         removed = 0
         while self._unmarked or self._gone:
             if self._unmarked:
-                await self._mark()
+                await self.mark_partitions()
             partition = next(iter(self._gone), None)
             if partition is not None:
                 removed += await self.remove(partition)
         return removed
 
-    async def _mark(self) -> None:
+    async def mark_partitions(self) -> None:
+        """Record durably which partitions have left. Their records may be removed from then on."""
         kv = self._inside.kv
         while kv.full:
             await kv.room()
@@ -123,7 +124,7 @@ class PartitionCleanup:
     async def remove(self, partition: int) -> int:
         """Remove the remaining records of a partition that has left; nothing if it has not."""
         if partition in self._unmarked:
-            await self._mark()
+            await self.mark_partitions()
         inside, removed = self._inside, 0
         kv = inside.kv
         first, end = records.prefix(partition, 0), records.prefix(partition + 1, 0)

@@ -94,13 +94,13 @@ class PartitionOwnership:
     def close(self, partitions: Collection[int]) -> None:
         """Stop all reads and changes of the partitions until `open`."""
         self._closed.update(dict.fromkeys(partitions, _ClosedPartitions(self._view.shard)))
-        self._look_through()
+        self.choose_readers()
 
     def open(self, partitions: Collection[int]) -> None:
         """Reopen the partitions after their owner is decided: waiting requests are tried again, here or
         elsewhere."""
         waiting = {self._closed.pop(partition) for partition in partitions if partition in self._closed}
-        self._look_through()
+        self.choose_readers()
         for closed in waiting:
             closed.done.set_result(None)
 
@@ -109,9 +109,10 @@ class PartitionOwnership:
             self.foreign.update(partitions)
         else:
             self.foreign.difference_update(partitions)
-        self._look_through()
+        self.choose_readers()
 
-    def _look_through(self) -> None:
+    def choose_readers(self) -> None:
+        """Let reads go to the engine directly while no partition is closed or foreign."""
         kv = self._kv
         if self._closed or self.foreign:
             self.get, self.get_many, self.scan = self._get, self._get_many, self._scan

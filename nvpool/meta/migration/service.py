@@ -45,7 +45,7 @@ class MigrationService:
         term: int,
     ) -> None:
         """`term`: the term in which this process serves; 0: the term in the first map."""
-        self._inside = inside
+        self.inside = inside
         self._dialer = dialer
         self._clock = clock
         self._check = AuthorityCheck(clock, secret)
@@ -77,7 +77,7 @@ class MigrationService:
 
     def bring_sessions(self) -> None:
         """Merge migrated sessions into sessions that clients have opened here: see `sessions.bring_all`."""
-        bring_all(self._inside)
+        bring_all(self.inside)
 
     def use_map(self, pool_map: PoolMap) -> None:
         """Use a newer map: partitions that it takes away are forgotten now, partitions that it gives are
@@ -85,7 +85,7 @@ class MigrationService:
         before = self._map
         if before is None or not pool_map.partitions:
             return
-        shard = self._inside.shard
+        shard = self.inside.shard
         if before.partitions != pool_map.partitions:
             lost = [
                 partition
@@ -121,7 +121,7 @@ class MigrationService:
         return await self._call(known.endpoints, wire.META_MOVE, request, pb.MoveReply, SEND_S, payload)
 
     async def _ask_moved(self, destination: int, partitions: Sequence[int], epoch: int) -> PoolMap:
-        shard = self._map.shard_by_id[self._inside.shard]
+        shard = self._map.shard_by_id[self.inside.shard]
         request = pb.MovedRequest(
             source=shard.id,
             destination=destination,

@@ -62,7 +62,7 @@ class LockService:
     ) -> None:
         """`serves(partition)`: whether this shard may release locks in the partition."""
         self._kv = kv
-        self._table = table
+        self.table = table
         self._clock = clock
         self._questions: dict[int, _Question] = {}
         self._serves = serves
@@ -76,7 +76,7 @@ class LockService:
                 for key, raw in pairs:
                     try:
                         kind, session, owner, start = records.lock_of_key(key)
-                        self._table.load(
+                        self.table.load(
                             records.inode_of_key(key),
                             Owner(kind, session, owner),
                             LockRange(start, *records.decode_lock(raw)),
@@ -84,39 +84,39 @@ class LockService:
                     except CorruptRecord:
                         continue
                 first = pairs[-1][0] + b"\0"
-        for session in set(self._table.sessions).difference(lives):
+        for session in set(self.table.sessions).difference(lives):
             self.end_session(session, said_so=False)
 
     def sessions_in(self, partitions: frozenset[int]) -> set[int]:
         """Sessions that have locks on inodes of these partitions."""
-        return self._table.sessions_in(partitions)
+        return self.table.sessions_in(partitions)
 
     def bringing(self, arrived: int, session: int) -> list[Effect]:
         """Effects that move the locks of a migrated session to its client's session at this shard."""
-        return self._table.renaming(arrived, session)
+        return self.table.renaming(arrived, session)
 
     def bring(self, arrived: int, session: int) -> None:
         """Move the locks in memory, after the effects of `bringing` are applied."""
-        self._table.rename_session(arrived, session)
+        self.table.rename_session(arrived, session)
 
     def forget(self, partitions: frozenset[int]) -> None:
         """Forget partitions that belong to another shard now.
 
         Clients that wait for locks there get an answer, ask again, and learn which shard to ask.
         """
-        waiting = self._table.waiters_in(partitions)
+        waiting = self.table.waiters_in(partitions)
         for waiter in waiting:
             self._end_question(
                 waiter.owner.session,
                 [one.ticket for one in waiting if one.owner.session == waiter.owner.session],
             )
-        for inode in {inode for inode in self._table.files if partition_of(inode) in partitions}:
-            self._table.forget(inode)
+        for inode in {inode for inode in self.table.files if partition_of(inode) in partitions}:
+            self.table.forget(inode)
 
     def end_session(self, session: int, *, said_so: bool) -> None:
         """End a session. If its client did not close it, its locks are kept while its grants may be valid."""
         self._end_question(session)
-        held = self._table.end_session(session, 0.0 if said_so else None)
+        held = self.table.end_session(session, 0.0 if said_so else None)
         if held and said_so:
             self._give_on()
         elif held:
@@ -124,22 +124,22 @@ class LockService:
                 "session %#x has ended without giving back %d locks, which are kept for %.0f s: it may still write",
                 session,
                 held,
-                self._table.hold_s,
+                self.table.hold_s,
             )
 
     def give_on(self, sessions: Iterable[int]) -> None:
         """Release the locks of these ended sessions at the next `run_once`: their clients can write no
         more."""
         for session in sessions:
-            self._table.end_session(session, 0.0)
+            self.table.end_session(session, 0.0)
 
     async def run_once(self, sessions: Sessions) -> None:
         """Release locks of ended sessions whose time has come.
 
         This also advances the queues and updates the limits of peers. Waits for the engine only.
         """
-        sessions.weigh(self._table)
-        self._table.tick()
+        sessions.weigh(self.table)
+        self.table.tick()
         while True:
             while self._kv.full:
                 await self._kv.room()
@@ -148,11 +148,11 @@ class LockService:
             await asyncio.sleep(0)
 
     def _give_on(self) -> bool:
-        steps = self._table.ended(RELEASE_BATCH, self._serves)
+        steps = self.table.ended(RELEASE_BATCH, self._serves)
         if steps:
             self._kv.apply([effect for step in steps for effect in step.effects], reclaims=True)
         for step in steps:
-            self._table.commit(step)
+            self.table.commit(step)
         return bool(steps)
 
     # -- waiting clients -------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class LockService:
 
         The answer is immediate if a ticket has its turn already, or names no place in a queue.
         """
-        session, table = request.session, self._table
+        session, table = request.session, self.table
         tickets, given_up = inodes_of(request.tickets, TICKETS_MAX), inodes_of(request.given_up, TICKETS_MAX)
         self._end_question(session)
         for ticket in given_up:
@@ -205,7 +205,7 @@ class LockService:
             self._end_question(session)
 
     def counters(self) -> dict[str, float]:
-        return {"locks": sum(self._table.counts.values()), "lock_waiters": self._table.waiting}
+        return {"locks": sum(self.table.counts.values()), "lock_waiters": self.table.waiting}
 
 
 def _reply(call: Call, tickets: Iterable[int]) -> None:

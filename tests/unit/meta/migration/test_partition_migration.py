@@ -191,7 +191,7 @@ def test_open_locked_and_unlinked_files_migrate():
         meta = moving.pool.metas[2]
         assert meta.parts.collector.orphans.keys() == {inode for inode, _ in held}
         (session,) = {
-            owner.session for inode, _ in held for owner in meta.parts.locks._table.files[inode].spans
+            owner.session for inode, _ in held for owner in meta.parts.locks.table.files[inode].spans
         }
         assert session == vfs.meta.session_of(ROOT_INODE) and session >> 48 == 2
         for inode, _ in held:
@@ -201,7 +201,7 @@ def test_open_locked_and_unlinked_files_migrate():
         for _, handle in held:
             await vfs.release(handle)
         async with asyncio.timeout(WAIT_S):
-            while any(inode in meta.parts.locks._table.files for inode, _ in held):  # noqa: ASYNC110
+            while any(inode in meta.parts.locks.table.files for inode, _ in held):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await moving.check(other)
 
@@ -343,7 +343,7 @@ def test_sessions_may_change_between_migration_messages():
         for number in range(3):
             vfs = (await moving.pool.client(f"client {number}", OPTIONS)).vfs
             await vfs.create(ROOT_INODE, b"%d" % number, 0o644, os.O_RDWR, ME)
-        inside = moving.pool.meta.moving._inside
+        inside = moving.pool.meta.moving.inside
         batches = sessions_to_move(inside, frozenset(range(PARTITION_COUNT)))
         numbers = {next(batches).session}
         another = (await moving.pool.client("another", OPTIONS)).vfs
@@ -407,7 +407,7 @@ def test_migrated_records_are_removed_before_new_ones_arrive():
             ranges.set_foreign((9,), True)
             kv.apply([(key, b"come")])
 
-        await leaving._mark()
+        await leaving.mark_partitions()
         kv.full = True
         working = [asyncio.ensure_future(take()), asyncio.ensure_future(leaving.run_once())]
         await asyncio.sleep(0)

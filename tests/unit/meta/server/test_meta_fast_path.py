@@ -696,7 +696,7 @@ async def test_damaged_records_are_left(bench):
         return get(key)
 
     bench.kv.get = damaged
-    bench.service.parts.ranges._look_through()
+    bench.service.parts.ranges.choose_readers()
     look = pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"there")
     assert is_left(bench, LOOKUP, look)
     assert is_left(
@@ -707,7 +707,7 @@ async def test_damaged_records_are_left(bench):
     bench.kv.get = get
     for raw in (b"", b"\x01", bytes(40), b"\xff" * 40):
         bench.kv.apply([(records.inode_key(there), raw)])
-        bench.service.parts.ranges._look_through()
+        bench.service.parts.ranges.choose_readers()
         assert is_left(bench, LOOKUP, look)
 
 
@@ -722,7 +722,7 @@ async def test_bug_is_reported_by_the_slow_path(bench):
         return get(key)
 
     bench.kv.get = broken
-    bench.service.parts.ranges._look_through()
+    bench.service.parts.ranges.choose_readers()
     for method, request in (
         (LOOKUP, pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"there")),
         (GETATTR, pb.GetAttrRequest(session=bench.client.session, inode=there)),
