@@ -800,8 +800,8 @@ cdef class FastPath:
     cdef bint _is_disturbed(self, session, tuple numbers) except -1:
         """Whether leases of other sessions may have to be recalled before these inodes change. See
         LeaseTable.conflict."""
-        cdef dict watching = self._watches._watches
-        if not self._watches._unheard and (not watching or len(watching) == 1 and session.number in watching):
+        cdef dict watching = self._watches.by_session
+        if not self._watches.unheard and (not watching or len(watching) == 1 and session.number in watching):
             return False
         return not self._watches.is_free(session.number, numbers)
 
@@ -813,18 +813,18 @@ cdef class FastPath:
 
     cdef bint _promised(self, session, uint64_t number) except -1:
         """As LeaseTable.issue_leases, for one inode."""
-        cdef PyObject *found = PyDict_GetItem(<dict?>self._watches._watches, session)
+        cdef PyObject *found = PyDict_GetItem(<dict?>self._watches.by_session, session)
         if found is NULL:
             return False
-        watch, table = <object>found, self._watches._table
+        watch, table = <object>found, self._watches.table
         cdef double now_s = self._now_s()
         if <double>watch.until_s <= now_s:
             return False
-        if (self._watches._withheld or self._watches._recalls or now_s >= <double>table._turn_s
-                or self._watches._cool and number in self._watches._cool):
+        if (self._watches.withheld or self._watches.recalls or now_s >= <double>table.turn_s
+                or self._watches.cool and number in self._watches.cool):
             return bool(self._watches.issue_leases(session, (number,)))
-        if table._new is not self._leases_of:
-            self._leases_of = self._leases = table._new
+        if table.new is not self._leases_of:
+            self._leases_of = self._leases = table.new
             if self._leases.shape[0] != 1 << LEASE_SLOT_BITS:
                 raise InvariantBroken("the table of leases has another size than here")
         cdef uint64_t spread = number * GOLDEN

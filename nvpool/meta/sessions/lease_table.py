@@ -101,8 +101,8 @@ class _Table:
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
-        self._turn_s = 0.0
-        self._new = self._old = self._empty()
+        self.turn_s = 0.0
+        self.new = self.old = self._empty()
 
     @staticmethod
     def _empty() -> memoryview:
@@ -110,10 +110,10 @@ class _Table:
 
     def add(self, numbers: Iterable[int], index: int, now_s: float) -> None:
         """Add leases; they stay in the table for `lease_s` to two times `lease_s`."""
-        if now_s >= self._turn_s:
-            self._old = self._new if now_s < self._turn_s + self._lease_s else self._empty()
-            self._new, self._turn_s = self._empty(), now_s + self._lease_s
-        new = self._new
+        if now_s >= self.turn_s:
+            self.old = self.new if now_s < self.turn_s + self._lease_s else self._empty()
+            self.new, self.turn_s = self._empty(), now_s + self._lease_s
+        new = self.new
         for number in numbers:
             spread = number * _GOLDEN
             slot, mine = spread >> 64 - SLOT_BITS & _SLOT_MASK, (spread >> 12 & 0xFFFF0000) | index
@@ -127,7 +127,7 @@ class _Table:
         """Indexes of sessions that may have a lease on the inode: 0 for none, SEVERAL for any session."""
         spread = number * _GOLDEN
         slot, tag = spread >> 64 - SLOT_BITS & (1 << SLOT_BITS) - 1, spread >> 28 & 0xFFFF
-        new, old = self._new[slot], self._old[slot]
+        new, old = self.new[slot], self.old[slot]
         return (
             new & 0xFFFF if new == _ANYTHING or new >> 16 == tag else 0,
             old & 0xFFFF if old == _ANYTHING or old >> 16 == tag else 0,
@@ -152,18 +152,18 @@ class LeaseTable:
         self._map_epoch = map_epoch
         self._watch_ms = int(watch_s * 1000)
         self._next_number = first_number
-        self._table = _Table(lease_s)
-        self._watches: dict[int, _Watch] = {}
+        self.table = _Table(lease_s)
+        self.by_session: dict[int, _Watch] = {}
         self._by_index: dict[int, _Watch] = {}
-        self._recalls: dict[int, _Recall] = {}
-        self._cool: dict[int, tuple[float, int, int]] = {}
+        self.recalls: dict[int, _Recall] = {}
+        self.cool: dict[int, tuple[float, int, int]] = {}
         """Inode -> end of its time without leases; the only session that may have one; the session that
         changed it last."""
-        self._unheard: set[int] = set()
+        self.unheard: set[int] = set()
         """Sessions that may have leases from the previous process."""
         self._unheard_until_s = 0.0
         self._heard: asyncio.Future | None = None
-        self._withheld: set[int] = set()
+        self.withheld: set[int] = set()
         """Partitions in which no leases are given."""
         self._heeded = asyncio.Event()
         """Set when a session has acknowledged that all of its leases have ended."""
@@ -173,12 +173,12 @@ class LeaseTable:
 
     def after_restart(self, sessions: Iterable[int]) -> None:
         """Note the sessions that had a watch at the previous process."""
-        self._unheard = set(sessions)
+        self.unheard = set(sessions)
         self._unheard_until_s = self._clock.boottime_s() + self._watch_s
 
     def begin(self, session: int) -> tuple[int, int]:
         """Start the watch of a session that was opened or resumed: (number of its watch, watch_ms)."""
-        watch = self._watches.get(session)
+        watch = self.by_session.get(session)
         if watch is None:
             watch = self._begin(session)
         else:
@@ -190,7 +190,7 @@ class LeaseTable:
         index = len(self._by_index) + 1
         while index in self._by_index:
             index = index % (SEVERAL - 1) + 1
-        watch = self._watches[session] = self._by_index[index] = _Watch(session, index, self._number())
+        watch = self.by_session[session] = self._by_index[index] = _Watch(session, index, self._number())
         return watch
 
     def _number(self) -> int:
@@ -202,25 +202,25 @@ class LeaseTable:
 
         This is safe: a session ends long after its watch, or the client itself closes it.
         """
-        watch = self._watches.pop(session, None)
+        watch = self.by_session.pop(session, None)
         if watch is not None:
             del self._by_index[watch.index]
             if watch.call is not None:
                 call, watch.call = watch.call, None
                 call.fail(StaleSession("the session has ended"))
-            for number in list(self._recalls):
+            for number in list(self.recalls):
                 self._knows(watch, number)
             self._heeded.set()
         self._has_come(session)
 
     def _has_come(self, session: int) -> None:
-        if session in self._unheard:
-            self._unheard.discard(session)
+        if session in self.unheard:
+            self.unheard.discard(session)
             if self._heard is not None and not self._heard.done():
                 self._heard.set_result(None)
 
     def close(self) -> None:
-        for watch in self._watches.values():
+        for watch in self.by_session.values():
             if watch.call is not None:
                 call, watch.call = watch.call, None
                 call.fail(Draining("the shard is stopping"))
@@ -232,26 +232,26 @@ class LeaseTable:
 
         All `numbers` must be inodes that have names.
         """
-        watch = self._watches.get(session)
+        watch = self.by_session.get(session)
         if watch is None:
             return ()
         now_s = self._clock.boottime_s()
         if watch.until_s <= now_s:
             return ()
         leased = set(numbers)
-        if self._withheld:
-            leased = {number for number in leased if partition_of(number) not in self._withheld}
-        if self._recalls:
-            leased -= self._recalls.keys()
-        if self._cool:
+        if self.withheld:
+            leased = {number for number in leased if partition_of(number) not in self.withheld}
+        if self.recalls:
+            leased -= self.recalls.keys()
+        if self.cool:
             leased -= {
-                number for number in self._cool.keys() & leased if self._is_cool(number, session, now_s)
+                number for number in self.cool.keys() & leased if self._is_cool(number, session, now_s)
             }
-        self._table.add(leased, watch.index, now_s)
+        self.table.add(leased, watch.index, now_s)
         return leased
 
     def _is_cool(self, number: int, session: int, now_s: float) -> bool:
-        until_s, only, _ = self._cool[number]
+        until_s, only, _ = self.cool[number]
         return until_s > now_s and only != session
 
     # -- changes -----------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class LeaseTable:
 
         None: there is nothing to wait for. After the wait the change must be decided again.
         """
-        if not self._unheard and len(self._watches) <= (session in self._watches):
+        if not self.unheard and len(self.by_session) <= (session in self.by_session):
             return None
         born = draft.view.next_number if draft.born else 0
         return self.recall(session, [number for number in draft.dirty if counter_of(number) != born])
@@ -270,9 +270,9 @@ class LeaseTable:
         """As `conflict`, for a list of inodes that are to be changed on behalf of a session."""
         now_s, waits = self._clock.boottime_s(), []
         for number in numbers:
-            if self._unheard and now_s >= self._unheard_until_s:
-                self._unheard.clear()
-            if self._unheard and self._unheard != {session}:
+            if self.unheard and now_s >= self._unheard_until_s:
+                self.unheard.clear()
+            if self.unheard and self.unheard != {session}:
                 return self._until_heard
             done = self._recall(number, session, now_s)
             if done is not None:
@@ -281,14 +281,14 @@ class LeaseTable:
 
     def is_free(self, session: int, numbers: Iterable[int]) -> bool:
         """Whether `recall` would notify no session and change no state."""
-        if not self._unheard and len(self._watches) <= (session in self._watches):
+        if not self.unheard and len(self.by_session) <= (session in self.by_session):
             return True
-        if self._unheard:
+        if self.unheard:
             return False
         for number in numbers:
-            if number in self._recalls or number in self._cool:
+            if number in self.recalls or number in self.cool:
                 return False
-            for index in self._table.indexes(number):
+            for index in self.table.indexes(number):
                 if index == SEVERAL or (
                     (watch := self._by_index.get(index)) is not None and watch.session != session
                 ):
@@ -302,16 +302,16 @@ class LeaseTable:
             async with asyncio.timeout(max(0.0, self._unheard_until_s - self._clock.boottime_s())):
                 await asyncio.shield(self._heard)
         except TimeoutError:
-            self._unheard.clear()
+            self.unheard.clear()
 
     def _recall(self, number: int, session: int, now_s: float) -> asyncio.Future | None:
         """End all leases on the inode except those of `session`. Return the future to wait for, if any."""
-        recall = self._recalls.get(number)
+        recall = self.recalls.get(number)
         if recall is not None:
             return recall.done
-        until_s, only, changer = self._cool.pop(number, (0.0, 0, 0))
+        until_s, only, changer = self.cool.pop(number, (0.0, 0, 0))
         if until_s > now_s:
-            watch = self._watches.get(only)
+            watch = self.by_session.get(only)
             holders = [watch] if watch is not None and only != session else []
             only = only if only == session else 0
         else:
@@ -323,9 +323,9 @@ class LeaseTable:
         # if one session alone changes it, others may get leases again later
         if changer != session or until_s <= now_s:
             until_s = now_s + COOL_S
-        self._cool[number] = until_s, only, session
-        for cool in too_old(self._cool, COOL_MAX):
-            del self._cool[cool]
+        self.cool[number] = until_s, only, session
+        for cool in too_old(self.cool, COOL_MAX):
+            del self.cool[cool]
         left = set()
         for watch in holders:
             self._notify(watch, number)
@@ -336,13 +336,13 @@ class LeaseTable:
         self.recalled += 1
         loop = asyncio.get_running_loop()
         timer = loop.call_later(max(watch.until_s for watch in left) - now_s, self._wait_no_longer, number)
-        recall = self._recalls[number] = _Recall(left, loop.create_future(), timer)
+        recall = self.recalls[number] = _Recall(left, loop.create_future(), timer)
         return recall.done
 
     def _holders(self, number: int) -> list[_Watch]:
-        indexes = set(self._table.indexes(number))
+        indexes = set(self.table.indexes(number))
         if SEVERAL in indexes:
-            return list(self._watches.values())
+            return list(self.by_session.values())
         return [watch for index in indexes if (watch := self._by_index.get(index)) is not None]
 
     async def withdraw(self, partitions: Iterable[int]) -> None:
@@ -351,13 +351,13 @@ class LeaseTable:
         On return no session has a lease on any of their inodes: each session has acknowledged that all its
         leases have ended, or its watch has ended (`watch_s` at most).
         """
-        self._withheld.update(partitions)
+        self.withheld.update(partitions)
         now_s = self._clock.boottime_s()
-        left = {watch: watch.until_s for watch in self._watches.values() if watch.until_s > now_s}
+        left = {watch: watch.until_s for watch in self.by_session.values() if watch.until_s > now_s}
         for watch in left:
             self._restart(watch)
             self._answer_soon(watch)
-        if self._unheard and now_s < self._unheard_until_s:
+        if self.unheard and now_s < self._unheard_until_s:
             await self._until_heard_all()
         while left := {
             watch: until_s
@@ -365,7 +365,7 @@ class LeaseTable:
             if watch.begins
             and watch.until_s
             and self._clock.boottime_s() < until_s
-            and self._watches.get(watch.session) is watch
+            and self.by_session.get(watch.session) is watch
         }:
             self._heeded.clear()
             try:
@@ -375,19 +375,19 @@ class LeaseTable:
                 pass
 
     async def _until_heard_all(self) -> None:
-        while self._unheard and self._clock.boottime_s() < self._unheard_until_s:
+        while self.unheard and self._clock.boottime_s() < self._unheard_until_s:
             await self._until_heard()
 
     def restore(self, partitions: Iterable[int]) -> None:
         """Allow leases again in these partitions, or forget them if they have moved to another shard."""
-        self._withheld.difference_update(partitions)
+        self.withheld.difference_update(partitions)
 
     def end_all(self) -> None:
         """End all leases because a repair has changed inodes.
 
         Clients are notified; nothing waits for them.
         """
-        for watch in self._watches.values():
+        for watch in self.by_session.values():
             self._restart(watch)
             self._answer_soon(watch)
 
@@ -407,10 +407,10 @@ class LeaseTable:
         if watch.call is not None and not watch.due:
             watch.due = True
             # together with other recalls of this iteration
-            asyncio.get_running_loop().call_soon(self._answer, watch, watch.call)
+            asyncio.get_running_loop().call_soon(self.answer, watch, watch.call)
 
     def _knows(self, watch: _Watch, number: int) -> None:
-        recall = self._recalls.get(number)
+        recall = self.recalls.get(number)
         if recall is not None:
             recall.left.discard(watch)
             if not recall.left:
@@ -419,10 +419,10 @@ class LeaseTable:
     def _wait_no_longer(self, number: int) -> None:
         """Stop waiting for watches that have ended without an acknowledgement. Their recalls stay pending."""
         self.waited_out += 1
-        self._over(number, self._recalls[number])
+        self._over(number, self.recalls[number])
 
     def _over(self, number: int, recall: _Recall) -> None:
-        del self._recalls[number]
+        del self.recalls[number]
         recall.timer.cancel()
         if not recall.done.done():
             recall.done.set_result(None)
@@ -431,7 +431,7 @@ class LeaseTable:
 
     def ask(self, call: Call, request: pb.WatchRequest) -> None:
         """Handle a WATCH request of a live session."""
-        watch = self._watches.get(request.session) or self._begin(request.session)
+        watch = self.by_session.get(request.session) or self._begin(request.session)
         now_s = self._clock.boottime_s()
         if watch.call is not None:
             before, watch.call = watch.call, None
@@ -458,7 +458,7 @@ class LeaseTable:
         if watch.begins:
             watch.begins = False
             self._heeded.set()
-            for number in [number for number in self._recalls if number not in watch.pending]:
+            for number in [number for number in self.recalls if number not in watch.pending]:
                 self._knows(watch, number)
         if request.seen == watch.seen:
             acknowledged, watch.sent = watch.sent, {}
@@ -470,9 +470,9 @@ class LeaseTable:
         watch.call, watch.arrived_s = call, now_s
         # after a pause the client's leases are invalid until it has a reply
         if watch.pending or watch.until_s <= now_s:
-            self._answer(watch, call)
+            self.answer(watch, call)
         else:
-            asyncio.get_running_loop().call_later(self._watch_s / 3, self._answer, watch, call)
+            asyncio.get_running_loop().call_later(self._watch_s / 3, self.answer, watch, call)
 
     def _leave(self, watch: _Watch) -> None:
         """End all leases of a session at its own request. No change waits for it until it watches again."""
@@ -480,10 +480,11 @@ class LeaseTable:
         watch.until_s = 0.0
         self._has_come(watch.session)
         self._heeded.set()
-        for number in list(self._recalls):
+        for number in list(self.recalls):
             self._knows(watch, number)
 
-    def _answer(self, watch: _Watch, call: Call) -> None:
+    def answer(self, watch: _Watch, call: Call) -> None:
+        """Reply to the long poll of a session with its pending recalls, if `call` still waits."""
         if watch.call is not call:
             return
         watch.call, watch.due = None, False
@@ -502,7 +503,7 @@ class LeaseTable:
 
     def counters(self) -> dict[str, int]:
         return {
-            "watches": len(self._watches),
+            "watches": len(self.by_session),
             "recalls": self.recalled,
             "recalls_waited_out": self.waited_out,
         }

@@ -394,7 +394,7 @@ def test_lost_lease_recalls_are_repeated_before_a_change():
             await put(other, b"file", b"first")
             assert await get(one, b"file") == b"first"
             watches = case.pool.meta.parts.watches
-            answer, lost = watches._answer, []
+            answer, lost = watches.answer, []
 
             def lose(watch, call) -> None:
                 if watch.pending and watch.call is call and len(lost) < 3:
@@ -402,7 +402,7 @@ def test_lost_lease_recalls_are_repeated_before_a_change():
                     watch.call = SimpleNamespace(reply=lambda *_: call.fail(Disconnected("on the way")))
                 answer(watch, watch.call)
 
-            watches._answer = lose
+            watches.answer = lose
             await put(other, b"file", b"second")
             assert len(lost) == 3 and watches.waited_out == 0
             assert await get(one, b"file") == b"second"

@@ -163,8 +163,8 @@ class Bench:
             "counters": service.status.counters,
             "numbers": (service.parts.view.next_number, service.parts.view.inode_count),
             "state": service.status.state,
-            "cool": service.parts.watches._cool,
-            "leases": (bytes(service.parts.watches._table._new), bytes(service.parts.watches._table._old)),
+            "cool": service.parts.watches.cool,
+            "leases": (bytes(service.parts.watches.table.new), bytes(service.parts.watches.table.old)),
         }
 
 
@@ -323,7 +323,7 @@ def test_random_requests_give_the_same_replies_and_state(tmp_path, seed):
                     bench.inodes.append(pb.CreateReply.FromString(replies[-1][1]).entry.attr.inode)
                 if seed == 2 and not draw.randrange(10):
                     await other.getattr(draw.choice(bench.inodes[:3]))
-                    bench.service.parts.watches._watches[
+                    bench.service.parts.watches.by_session[
                         other.session
                     ].until_s = 0  # the other client never delays a change
                 clock.advance(draw.choice((0.0, 0.001, 1.0)))

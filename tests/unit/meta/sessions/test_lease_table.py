@@ -154,7 +154,9 @@ def test_idle_client_releases_its_leases_at_the_shard():
             case.pool.clock.ahead_s += 61.0
             await asyncio.wait([state.watching], timeout=30)
             assert state.watching.done()
-            assert watches._watches[state.session].until_s == 0.0, "a change of another client does not wait"
+            assert watches.by_session[state.session].until_s == 0.0, (
+                "a change of another client does not wait"
+            )
             await case.one.getattr(ROOT_INODE)
             assert not state.watching.done(), "the next request starts a watch"
 
