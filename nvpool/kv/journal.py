@@ -117,12 +117,12 @@ class Journal:
         self.offset = 0
         """Position of the next record, and so also the size of the current generation."""
         self._generation = 0
-        self._files: list[int] = []
+        self.files: list[int] = []
         self._unsynced = [False, False]
         try:
             for name in ("journal-0", "journal-1"):
                 descriptor = os.open(directory / name, os.O_RDWR | os.O_CREAT, 0o600)
-                self._files.append(descriptor)
+                self.files.append(descriptor)
                 if os.fstat(descriptor).st_size < capacity_bytes:
                     os.posix_fallocate(descriptor, 0, capacity_bytes)
                     os.fsync(descriptor)
@@ -150,7 +150,7 @@ class Journal:
         Fenced: the journal may still contain part of the record.
         """
         half = self._generation & 1
-        descriptor = self._files[half]
+        descriptor = self.files[half]
         offset = self.offset
         end = offset + len(record)
         filling = -end % _PAGE_BYTES
@@ -196,7 +196,7 @@ class Journal:
 
         They count as synced from now on, so a failure of `sync_file` must fence the engine.
         """
-        files = [self._files[half] for half in (0, 1) if self._unsynced[half]]
+        files = [self.files[half] for half in (0, 1) if self._unsynced[half]]
         self._unsynced = [False, False]
         return files
 
@@ -207,7 +207,7 @@ class Journal:
 
     def replay(self, generation: int, sequence: int) -> Iterator[JournalRecord]:
         """Yield the valid records of `generation` in order; the first must have the number `sequence` + 1."""
-        buffer = self._read(self._files[generation & 1], generation)
+        buffer = self._read(self.files[generation & 1], generation)
         offset = 0
         while (record := decode(buffer, offset)) is not None:
             if record.generation != generation or record.sequence != sequence + 1:
@@ -235,8 +235,8 @@ class Journal:
 
     def close(self) -> None:
         """Close the files without syncing. May be called twice."""
-        while self._files:
-            os.close(self._files.pop())
+        while self.files:
+            os.close(self.files.pop())
 
 
 def _read_failed(error: OSError) -> NvpoolError:

@@ -84,14 +84,14 @@ class Collector:
         self._targets = targets
         self._clock = clock
         self._linger_s = linger_s
-        self._is_open = is_open
+        self.is_open = is_open
         self._running = asyncio.Lock()
         self.grace_until_s = 0.0
         self.orphans: dict[int, float] = {}
         """Inode -> earliest time at which it is ripe, on boottime."""
         self.kept: list[int] = []
         """Ripe orphans that a session had open at the last run."""
-        self._queued: set[int] = set()
+        self.queued: set[int] = set()
         """Partitions that may have entries in their collect queue."""
         self.collected = 0
         self.queue_length = 0
@@ -110,7 +110,7 @@ class Collector:
     def load(self, partitions: list[int]) -> None:
         """Load the orphans that a restart left in these partitions; all of them may have a queue."""
         self.orphans.clear()
-        self._queued.clear()
+        self.queued.clear()
         self.take(partitions, 0.0)
 
     def take(self, partitions: Iterable[int], wait_s: float) -> None:
@@ -121,13 +121,13 @@ class Collector:
             while pairs := self._kv.scan(first, end, BATCH):
                 self.orphans.update((records.inode_of_key(key), ripe_s) for key, _ in pairs)
                 first = pairs[-1][0] + b"\0"
-            self._queued.add(partition)
+            self.queued.add(partition)
 
     def forget(self, partitions: frozenset[int]) -> None:
         """Forget partitions that belong to another shard now."""
         for inode in [inode for inode in self.orphans if partition_of(inode) in partitions]:
             del self.orphans[inode]
-        self._queued -= partitions
+        self.queued -= partitions
 
     def waits_s(self, partitions: frozenset[int]) -> float:
         """Seconds for which the last of the orphans in these partitions must still be kept."""
@@ -156,7 +156,7 @@ class Collector:
         if now_s < self.grace_until_s:
             return
         ripe = [inode for inode, ripe_s in self.orphans.items() if ripe_s <= now_s]
-        self.kept = [inode for inode in ripe if self._is_open(inode)]
+        self.kept = [inode for inode in ripe if self.is_open(inode)]
         ripe = [inode for inode in ripe if self._may_go(inode)]
         for at in range(0, len(ripe), APPLY_BATCH):
             while self._kv.full:
@@ -167,7 +167,7 @@ class Collector:
     def _may_go(self, inode: int) -> bool:
         return (
             inode in self.orphans
-            and not self._is_open(inode)
+            and not self.is_open(inode)
             and inode not in self._view.cutting
             and self._view.serves(partition_of(inode))
         )
@@ -221,7 +221,7 @@ class Collector:
             effects.append((records.COUNTS_KEY, records.encode_counts(count)))
             self._kv.apply(effects, reclaims=True)
         self._view.inode_count = count
-        self._queued |= queued
+        self.queued |= queued
         for number in buried:
             del self.orphans[number]
 
@@ -269,7 +269,7 @@ class Collector:
         removed = left = 0
         away: set[int] = set()
         batch: list[tuple[bytes, bytes]] = []
-        partitions = sorted(self._queued)
+        partitions = sorted(self.queued)
         for partition in partitions:
             if not self._view.serves(partition):
                 continue
@@ -293,7 +293,7 @@ class Collector:
             if not self._kv.scan(
                 records.prefix(partition, records.COLLECT), records.prefix(partition, records.COLLECT + 1), 1
             ):
-                self._queued.discard(partition)
+                self.queued.discard(partition)
         return removed, left
 
     async def _remove(self, batch: list[tuple[bytes, bytes]], away: set[int]) -> int:

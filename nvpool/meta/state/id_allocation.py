@@ -26,7 +26,7 @@ class Numbers:
         self.bounds = records.IssuedNumbers(0, 0)
         """Upper bounds of the numbers that may be given; they are synced."""
         self.next_session = 0
-        self._reserving: asyncio.Task | None = None
+        self.reserving: asyncio.Task | None = None
 
     async def begin(self) -> int:
         """Reserve numbers from the stored bounds on; return the first inode counter to give."""
@@ -55,11 +55,11 @@ class Numbers:
 
     async def more(self) -> None:
         """Return when the bounds are higher by RESERVED. All concurrent callers share one sync."""
-        if self._reserving is None or self._reserving.done():
-            self._reserving = asyncio.ensure_future(self._raise(self.bounds))
+        if self.reserving is None or self.reserving.done():
+            self.reserving = asyncio.ensure_future(self._raise(self.bounds))
             # each waiting caller gets it
-            self._reserving.add_done_callback(lambda done: done.cancelled() or done.exception())
-        await asyncio.shield(self._reserving)
+            self.reserving.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.shield(self.reserving)
 
     async def raise_above(self, counter: int) -> None:
         """Raise the stored bound above this counter and above all reserved numbers.

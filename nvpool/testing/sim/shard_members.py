@@ -104,7 +104,7 @@ class _Journal(Journal):
         super().__init__(directory, capacity_bytes)
         self._process = process
         self._drive = drive
-        for half, descriptor in enumerate(self._files):
+        for half, descriptor in enumerate(self.files):
             drive.opened(f"journal-{half}", descriptor)
 
     def append(self, record: bytes) -> None:
@@ -114,7 +114,7 @@ class _Journal(Journal):
 
     def sync_file(self, descriptor: int) -> None:
         self._process.step()
-        self._drive.synced(f"journal-{self._files.index(descriptor)}", descriptor)
+        self._drive.synced(f"journal-{self.files.index(descriptor)}", descriptor)
         self._process.step()
 
 

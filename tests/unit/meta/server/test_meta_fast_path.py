@@ -156,7 +156,7 @@ class Bench:
         return {
             "records": self.kv.scan(b"", b"\xff" * 12, 1_000_000),
             "sequence": self.kv.sequence,
-            "journal": os.pread(journal._files[journal.generation & 1], journal.offset, 0),
+            "journal": os.pread(journal.files[journal.generation & 1], journal.offset, 0),
             "sessions": sessions,
             "holders": service.parts.sessions.holders,
             "orphans": service.parts.collector.orphans,

@@ -829,7 +829,7 @@ async def test_chunk_removals_are_batched_per_target(shard, client):
     reply = await client.collect()
     assert (reply.inodes, reply.left) == (60, 0)
     assert sorted((r.target, len(r.inodes)) for r in shard.stores.removed) == [(1, 480), (2, 480)]
-    assert not shard.service.parts.collector._queued
+    assert not shard.service.parts.collector.queued
 
 
 @scenario

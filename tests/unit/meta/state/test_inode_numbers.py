@@ -37,7 +37,7 @@ def test_waiters_share_one_reservation(tmp_path):
             alone = asyncio.ensure_future(numbers.more())
             await asyncio.sleep(0)
             alone.cancel()
-            await asyncio.wait([numbers._reserving])
+            await asyncio.wait([numbers.reserving])
             kv.sync_others = None
             await numbers.more()
             del waiting, alone

@@ -204,7 +204,7 @@ def test_closed_orphan_is_collected_when_its_volume_is_unlocked():
             with held(meta, volume_key(USE, volume)):
                 await file.close()
                 await fs.vfs.meta.release_now(inode)
-                assert not meta.parts.collector._is_open(inode) and inode in meta.parts.collector.orphans
+                assert not meta.parts.collector.is_open(inode) and inode in meta.parts.collector.orphans
                 meta.parts.collector.orphans[inode] = meta.parts.collector.grace_until_s = 0.0
                 await meta.run_once()
                 assert inode in meta.parts.collector.orphans
