@@ -1026,7 +1026,7 @@ async def test_mount_stops_after_a_bug_in_a_last_reply(kernel):
     kernel.engine.requests.stopped = True
     kernel.vfs.complete_dirs.made_in = lambda *_: 1 // 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frame_fast_path, "_frame", None)
+        patch.setattr(frame_fast_path, "compiled", None)
         kernel.proxy.service.handle(call)
         assert (await kernel.receive())[:2] == (unique, 0)
     async with asyncio.timeout(60):

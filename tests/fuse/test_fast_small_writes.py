@@ -137,7 +137,7 @@ def on_all_paths(test):
     @pytest.mark.parametrize("way", WAYS)
     def run(way, monkeypatch):
         if way != "compiled":
-            monkeypatch.setattr(small_writes, "_small_writes", None)
+            monkeypatch.setattr(small_writes, "compiled", None)
         if way == "ordinary":
             monkeypatch.setattr(fast_writes, "compiled", None)
 

@@ -23,7 +23,7 @@ from nvpool.fuse.pending_requests import IN_WORK_MAX, PendingRequests
 from nvpool.fuse.reply_sender import ReplySender
 from nvpool.fuse.request_state import RequestState
 
-_small_writes = load_compiled("nvpool.fuse.fast_path._small_writes")
+compiled = load_compiled("nvpool.fuse.fast_path._small_writes")
 
 
 class WriteFastPath:
@@ -55,8 +55,8 @@ class WriteFastPath:
     def start(self) -> None:
         """Take requests from now on, if that is possible here."""
         vfs = self._ops.knows_by
-        if _small_writes is not None and vfs is not None and vfs.writer.plain is not None:
-            self.compiled = _small_writes.SmallWrites(self, self._ops, vfs, IN_WORK_MAX)
+        if compiled is not None and vfs is not None and vfs.writer.plain is not None:
+            self.compiled = compiled.SmallWrites(self, self._ops, vfs, IN_WORK_MAX)
 
     def on_write(self, count: int) -> None:
         """Handle a WRITE."""

@@ -36,9 +36,9 @@ from nvpool.meta.sessions.table import Session, Slot
 from nvpool.rpc.error_codec import encode_error
 from nvpool.rpc.transports.frame import REPLY, pack_head
 
-_fast_path = load_compiled("nvpool.meta.server._fast_path")
+compiled = load_compiled("nvpool.meta.server._fast_path")
 
-IS_COMPILED = _fast_path is not None
+IS_COMPILED = compiled is not None
 
 
 FailChange = Callable[[Session, Slot, int, int, Exception], None]
@@ -47,9 +47,9 @@ FailChange = Callable[[Session, Slot, int, int, Exception], None]
 
 def open_fast_path(parts: ShardParts, fail_change: FailChange) -> Any | None:
     """Fast path of a shard with these parts; None: not compiled."""
-    if _fast_path is None:
+    if compiled is None:
         return None
-    return _fast_path.FastPath(parts, partial(_failed, fail_change))
+    return compiled.FastPath(parts, partial(_failed, fail_change))
 
 
 def _failed(

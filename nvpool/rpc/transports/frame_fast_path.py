@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     FastPath = Callable[[bytearray, int, dict[int, InboundCall], ReplyStats, list[Buffer], Any], int]
     """Attribute `fast_path` of a handler; see Handler in rpc/api."""
 
-_frame = load_compiled("nvpool.rpc.transports._frame")
+compiled = load_compiled("nvpool.rpc.transports._frame")
 
 
 class ReplyReceiver(Protocol):
@@ -60,8 +60,8 @@ class ReplyFastPath:
 
     def receive(self, nbytes: int) -> None:
         connection, frames = self._connection, self._frames
-        if _frame is not None and not connection.upgraded:
-            nbytes = _frame.hear(connection, frames, nbytes)
+        if compiled is not None and not connection.upgraded:
+            nbytes = compiled.hear(connection, frames, nbytes)
             if nbytes < 0:
                 return
         frames.receive(nbytes)

@@ -90,7 +90,7 @@ def test_report_is_encoded_as_by_protobuf():
 def way(request, monkeypatch):
     if request.param == "ordinary":
         monkeypatch.setattr(fast_writes, "compiled", None)
-        monkeypatch.setattr(frame_fast_path, "_frame", None)
+        monkeypatch.setattr(frame_fast_path, "compiled", None)
     return request.param
 
 

@@ -987,7 +987,7 @@ def inodes():
 @given(inodes())
 def test_inode_codec_equals_the_python_one(inode):
     raw = records.encode_inode(inode)
-    record, attr = meta_fast_path._fast_path.recoded(inode.number, raw)
+    record, attr = meta_fast_path.compiled.recoded(inode.number, raw)
     assert record == raw
     inode.flags &= ~records.TRASHED
     said = pb.Attr()
@@ -1005,7 +1005,7 @@ def test_inode_codec_equals_the_python_one(inode):
         target=target,
     )
     raw = records.encode_inode(link)
-    assert meta_fast_path._fast_path.recoded(inode.number, raw)[0] == raw
+    assert meta_fast_path.compiled.recoded(inode.number, raw)[0] == raw
 
 
 @given(
@@ -1019,7 +1019,7 @@ def test_inode_codec_equals_the_python_one(inode):
     )
 )
 def test_invalid_inode_records_are_refused(raw):
-    found = meta_fast_path._fast_path.recoded(5, raw)
+    found = meta_fast_path.compiled.recoded(5, raw)
     try:
         inode = records.decode_inode(5, raw)
     except CorruptRecord:
@@ -1036,7 +1036,7 @@ def test_entry_decoder_equals_the_python_one(partition, raw):
             inode, _ = records.decode_dentry(partition, value)
         except CorruptRecord:
             inode = 0
-        assert meta_fast_path._fast_path.entry_of(partition, value) == inode
+        assert meta_fast_path.compiled.entry_of(partition, value) == inode
 
 
 def requests():
@@ -1116,7 +1116,7 @@ def fields_of(method, request):
 @given(requests())
 def test_request_decoder_equals_protobuf(asked):
     method, request = asked
-    found = meta_fast_path._fast_path.request_of(method, request.SerializeToString())
+    found = meta_fast_path.compiled.request_of(method, request.SerializeToString())
     numbers = [fields_of(method, request)[name] for name in ("sequence", "cut", "end", "blocks_delta")]
     if found is None:
         assert max(numbers) >= 1 << 63
@@ -1147,7 +1147,7 @@ def test_broken_request_is_decoded_like_protobuf_or_refused(asked, faults):
             del raw[at : at + byte % 4]
         elif what == "double":
             raw[at:at] = raw[at : at + byte % 12]
-    found = meta_fast_path._fast_path.request_of(method, bytes(raw))
+    found = meta_fast_path.compiled.request_of(method, bytes(raw))
     if found is not None:
         read = MESSAGES[method].FromString(bytes(raw))  # raises if it cannot be decoded
         assert found == fields_of(method, read)

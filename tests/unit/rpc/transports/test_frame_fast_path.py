@@ -23,7 +23,7 @@ GREETING = Greeting("somebody")
 @pytest.fixture(params=(pytest.param("compiled", marks=pytest.mark.compiled), "ordinary"), autouse=True)
 def way(request, monkeypatch):
     if request.param == "ordinary":
-        monkeypatch.setattr(frame_fast_path, "_frame", None)
+        monkeypatch.setattr(frame_fast_path, "compiled", None)
 
 
 class Socket:
