@@ -118,7 +118,7 @@ def stored_handles(kernel):
 async def test_listed_files_open_and_close_as_on_the_slow_path(kernel, rng):
     inode = await theirs(kernel, b"f", b"x")
     step, meta = kernel.engine.fast_paths.cached_replies.compiled, kernel.vfs.meta
-    meta._report_opens_soon = lambda state: asyncio.sleep(600)  # the time of the report is arbitrary
+    meta.report_opens_soon = lambda state: asyncio.sleep(600)  # the time of the report is arbitrary
     for turn in range(60):
         cut = rng.choice((0, 3, 1 << 40))
         attr = listed(rng, inode, cut=cut, punches=rng.choice((0, cut // 3, cut)))

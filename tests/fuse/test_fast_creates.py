@@ -221,7 +221,7 @@ class Mounted(Reading):
                 (inode, whole.change, sorted(whole.names), whole.ours)
                 for inode, whole in cache.complete_dirs.items()
             ],
-            "whole names": cache._whole_names,
+            "whole names": cache.whole_names,
             "leases": [(inode, lease_of(lease)) for inode, lease in leases.by_inode.items()],
             "number": leases.last_number,
             "watch": (

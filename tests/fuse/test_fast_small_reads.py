@@ -558,13 +558,13 @@ async def test_end_of_a_file_without_lease_is_refreshed(kernel):
     kernel.vfs.leases.by_inode.pop(inode, None)
     file.attr_born_s = leases.NEVER_S
     asked = []
-    refresh, kernel.vfs.reader._refresh = (
-        kernel.vfs.reader._refresh,
+    refresh, kernel.vfs.reader.refresh = (
+        kernel.vfs.reader.refresh,
         lambda *what: asked.append(what) or refresh(*what),
     )
     assert await kernel.read(number, 0, 8 * KIB) == some(6000, 1)
     assert len(asked) == 1
-    kernel.vfs.reader._refresh = refresh
+    kernel.vfs.reader.refresh = refresh
 
 
 @pytest.mark.parametrize("way", WAYS)

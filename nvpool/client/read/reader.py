@@ -101,7 +101,7 @@ class Reader:
         self._writer = writer
         self._options = options
         self._clock = clock
-        self._refresh = refresh
+        self.refresh = refresh
         self.ahead_bytes = 0
         self.counters = {"ahead_hits": 0, "ahead_bytes": 0}
 
@@ -119,7 +119,7 @@ class Reader:
                 file.attr_born_s + self._options.attr_s <= self._clock.boottime_s()
                 and self._leases.held(file.inode) is None
             ):
-                await self._refresh(file, 0)  # another client may have made the file longer
+                await self.refresh(file, 0)  # another client may have made the file longer
                 size = file.size
             if end > size:
                 end = size

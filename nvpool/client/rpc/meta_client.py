@@ -768,9 +768,10 @@ class MetaClient(DeferredClose):
         if now:
             state.report_now.set()
         if state.reporting is None or state.reporting.done():
-            state.reporting = asyncio.create_task(self._report_opens_soon(state))
+            state.reporting = asyncio.create_task(self.report_opens_soon(state))
 
-    async def _report_opens_soon(self, state: ShardSession) -> None:
+    async def report_opens_soon(self, state: ShardSession) -> None:
+        """Report opens until none is unreported, each time after a delay or when a report is urgent."""
         while state.unreported and not self.closed:
             try:
                 async with asyncio.timeout(self.options.report_opens_s):

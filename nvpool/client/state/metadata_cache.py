@@ -192,7 +192,8 @@ class MetadataCache:
         self.renamed_s: dict[int, float] = {}
         self.renamed_floor_s = NEVER_S
         self.complete_dirs: dict[int, CompleteDirectory] = {}
-        self._whole_names = 0
+        self.whole_names = 0
+        """Number of names in complete directories."""
         self.trusted_from_s = NEVER_S
         self.options = options
         self._clock = clock
@@ -486,8 +487,7 @@ class MetadataCache:
 
     def _bound_whole(self) -> None:
         while (
-            len(self.complete_dirs) > _WHOLE_DIRECTORIES_MAX
-            or self._whole_names > self.options.cached_entries
+            len(self.complete_dirs) > _WHOLE_DIRECTORIES_MAX or self.whole_names > self.options.cached_entries
         ):
             self.forget_whole(next(iter(self.complete_dirs)))
 
@@ -498,9 +498,9 @@ class MetadataCache:
         """
         if self.complete_dirs.get(inode) is not whole:
             return False
-        self._whole_names -= len(whole.names)
+        self.whole_names -= len(whole.names)
         whole.names.update(name for name in names if name not in whole.ours)
-        self._whole_names += len(whole.names)
+        self.whole_names += len(whole.names)
         self._bound_whole()
         return self.complete_dirs.get(inode) is whole
 
@@ -527,14 +527,14 @@ class MetadataCache:
         if parent is None or parent.change != whole.change + 1:
             self.forget_whole(inode)
             return
-        self._whole_names -= len(whole.names)
+        self.whole_names -= len(whole.names)
         if exists:
             whole.names.add(name)
         else:
             whole.names.discard(name)
         if whole.ours is not None:
             whole.ours.add(name)
-        self._whole_names += len(whole.names)
+        self.whole_names += len(whole.names)
         whole.change = parent.change
 
     def is_absent(self, parent: int, name: bytes, age_s: float) -> bool:
@@ -563,7 +563,7 @@ class MetadataCache:
     def forget_whole(self, inode: int) -> None:
         whole = self.complete_dirs.pop(inode, None)
         if whole is not None:
-            self._whole_names -= len(whole.names)
+            self.whole_names -= len(whole.names)
 
     # -- open inodes ---------------------------------------------------------------------------------------------------
 

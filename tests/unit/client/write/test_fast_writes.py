@@ -101,16 +101,16 @@ class Wire:
         self.connection = connection
         self.hold = False
         self.sent: list[bytes] = []
-        self._transport = connection.frames.transport
+        self.transport = connection.frames.transport
         connection.frames.transport = self
 
     def write(self, frame) -> None:
         self.sent.append(bytes(frame))
         if not self.hold:
-            self._transport.write(frame)
+            self.transport.write(frame)
 
     def __getattr__(self, name):
-        return getattr(self._transport, name)
+        return getattr(self.transport, name)
 
     def answer(self, message: bytes, status: int = 0) -> None:
         """Answer the newest request."""
@@ -484,7 +484,7 @@ def test_read_of_a_write_in_flight_returns_its_bytes():
         assert here.vfs.write_now(handle, 100, b"later")  # waits for the first
         assert here.vfs.writer.overlay(handle.file, 0, 4096)[-1] == (100, 105, b"later")
         flushed = here.flush(handle)
-        wire._transport.write(wire.sent[0])
+        wire.transport.write(wire.sent[0])
         wire.hold = False
         await flushed
         assert bytes(await here.vfs.read(handle, 0, 8192)) == wanted[:100] + b"later" + wanted[105:]
@@ -505,7 +505,7 @@ def test_first_bytes_stored_last_report_the_complete_size(offset):
             while len(list(handle.file.written.segments())) > 1:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         assert not flushed.done() and handle.file.attr.size == 0
-        wire._transport.write(wire.sent[0])
+        wire.transport.write(wire.sent[0])
         await flushed
         assert handle.file.attr.size == offset + 4096 and not handle.file.written.ahead
         await here.vfs.release(handle)
