@@ -108,7 +108,7 @@ class AsyncFileSystem:
         self.caller = caller
         self.origin = origin
         """The data needed to connect again; None if the program passed its own client."""
-        self._batches = Batches(client.vfs, caller)
+        self.read_batches = Batches(client.vfs, caller)
         self.volumes = AsyncVolumes(client)
 
     @classmethod
@@ -129,7 +129,7 @@ class AsyncFileSystem:
         """Store all written bytes and disconnect, within `timeout_s` seconds."""
         timeout_s = timeout("timeout_s", timeout_s)
         try:
-            await self._batches.forget()
+            await self.read_batches.forget()
         except NvpoolError:
             pass  # these handles are read-only; the end of the session releases them
         await self.client.close(timeout_s)
@@ -230,7 +230,7 @@ class AsyncFileSystem:
         self, plan: list[Read], given: Sequence[Any], into: memoryview | None, returns_errors: bool
     ) -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
         """Run `read_many` on reads that are already checked."""
-        return await self._batches.read_many(plan, given, into, returns_errors)
+        return await self.read_batches.read_many(plan, given, into, returns_errors)
 
     def _handle_of(self, what: Any) -> FileHandle | None:
         if not isinstance(what, AsyncFile):
@@ -394,7 +394,7 @@ class AsyncFileSystem:
                 raise NotFound
             if stat.S_ISDIR(place.attr.mode):
                 raise IsADirectory
-            await self._batches.forget([path])
+            await self.read_batches.forget([path])
             await self.vfs.unlink(place.parent, place.name, self.caller)
 
     async def rmdir(self, path: Path) -> None:
@@ -433,7 +433,7 @@ class AsyncFileSystem:
             raise NotFound
         if not old.name or not new.name:
             raise InUse("a path ends at the root or in .., and only a name can be given to something else")
-        await self._batches.forget()
+        await self.read_batches.forget()
         await self.vfs.rename(old.parent, old.name, new.parent, new.name, 0, self.caller)
 
     async def link(self, source: Path, target: Path) -> None:

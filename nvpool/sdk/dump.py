@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from nvpool.client.pool_client import Client
 
 MAGIC = b"nvpool dump 1\n"
-_FRAME = struct.Struct("<III")
-_COUNT = struct.Struct("<Q")
+FRAME = struct.Struct("<III")
+COUNT = struct.Struct("<Q")
 END_OF_FRAMES = 0xFFFFFFFF
 RECORDS_A_STEP = 5000
 HEADER_BYTES_MAX = 1 << 20
@@ -168,13 +168,13 @@ async def _write(
             request = meta_pb2.DumpRequest(cursor=cursor, limit=RECORDS_A_STEP)
             reply, records = await asking.shard(shard, wire_pb2.META_DUMP, request, meta_pb2.DumpReply)
             if len(records):
-                file.write(_FRAME.pack(shard, len(records), crc32c(records)))
+                file.write(FRAME.pack(shard, len(records), crc32c(records)))
                 file.write(records)
             count += reply.records
             on_records(count)
             cursor, done = reply.cursor, reply.done
-    end = _COUNT.pack(count)
-    file.write(_FRAME.pack(END_OF_FRAMES, len(end), crc32c(end)) + end)
+    end = COUNT.pack(count)
+    file.write(FRAME.pack(END_OF_FRAMES, len(end), crc32c(end)) + end)
     return count
 
 
@@ -185,10 +185,10 @@ def frames(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     CorruptRecord: the file is truncated, or a frame is damaged.
     """
     while True:
-        head = file.read(_FRAME.size)
-        if len(head) < _FRAME.size:
+        head = file.read(FRAME.size)
+        if len(head) < FRAME.size:
             raise CorruptRecord("the dump is cut short")
-        shard, length, checksum = _FRAME.unpack(head)
+        shard, length, checksum = FRAME.unpack(head)
         if length > PAYLOAD_BYTES_MAX:
             raise CorruptRecord("the dump has a frame that is too long to be one")
         records = file.read(length)
@@ -197,7 +197,7 @@ def frames(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         if crc32c(records) != checksum:
             raise CorruptRecord(f"a frame of the dump is not as it was written (before byte {file.tell()})")
         if shard == END_OF_FRAMES:
-            if length != _COUNT.size or file.read(1):
+            if length != COUNT.size or file.read(1):
                 raise CorruptRecord("the dump does not end where it should")
             return
         yield shard, records

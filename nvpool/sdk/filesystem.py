@@ -290,8 +290,8 @@ class FileSystem:
                 self._runtime = Runtime(self._origin)
             return self._runtime
 
-    def is_served_by(self, runtime: Runtime) -> bool:
-        """Whether this is the client that the calls of this process go to."""
+    def is_served_by(self, runtime: Runtime | None) -> bool:
+        """Whether this is the client that the calls of this process go to; None: whether there is none yet."""
         return runtime is self._runtime
 
     def forget_parent(self) -> None:

@@ -55,7 +55,7 @@ class DirectoryLoops:
 
     async def loops(self, repair: bool) -> AsyncIterator[PoolProblem]:
         """Walk upwards from all added directories, and iterate over the loops found."""
-        above = await self._climb()
+        above = await self.climb()
         for start in _met_again(above):
             way = await self._confirmed(start)
             if way:
@@ -64,7 +64,7 @@ class DirectoryLoops:
             self._rooted.clear()
         self._rooted.update(above)
 
-    async def _climb(self) -> dict[int, int]:
+    async def climb(self) -> dict[int, int]:
         """Map each directory to the next directory above it on another shard. 0: it is below the root, or
         below nothing."""
         above: dict[int, int] = {}

@@ -141,7 +141,7 @@ class _Import:
             await self._crew.leave(folder)
 
     async def _list_folder(self, folder: Folder[int, os.stat_result]) -> None:
-        entries = await self._crew.blocking(_Entries, folder.path)
+        entries = await self._crew.blocking(DirectoryEntries, folder.path)
         try:
             while batch := await self._crew.blocking(entries.read):
                 for name, found in batch:
@@ -359,19 +359,19 @@ class _Import:
             return None
 
 
-class _Entries:
+class DirectoryEntries:
     """Entries of a local folder. `read` and `close` may run in different threads and are serialised here,
     because os.scandir does not support both at the same time."""
 
     def __init__(self, path: bytes) -> None:
         self._lock = threading.Lock()
-        self._entries = os.scandir(path)
+        self.entries = os.scandir(path)
 
     def read(self) -> list[tuple[bytes, os.stat_result | OSError]]:
         """The next entries; an empty list at the end, and after `close`."""
         found: list[tuple[bytes, os.stat_result | OSError]] = []
         with self._lock:
-            for entry in self._entries:
+            for entry in self.entries:
                 try:
                     found.append((entry.name, entry.stat(follow_symlinks=False)))
                 except OSError as error:
@@ -381,8 +381,9 @@ class _Entries:
         return found
 
     def close(self) -> None:
+        """Close the folder once no thread reads it."""
         with self._lock:
-            self._entries.close()
+            self.entries.close()
 
 
 def _open_source(

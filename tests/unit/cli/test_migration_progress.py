@@ -40,10 +40,10 @@ def test_invalid_pool_path_is_refused_with_an_example(text):
 
 def dump_file(*frames):
     content = b"".join(
-        sdk_dump._FRAME.pack(shard, len(records), crc32c(records)) + records for shard, records in frames
+        sdk_dump.FRAME.pack(shard, len(records), crc32c(records)) + records for shard, records in frames
     )
-    end = sdk_dump._COUNT.pack(len(frames))
-    return content + sdk_dump._FRAME.pack(sdk_dump.END_OF_FRAMES, len(end), crc32c(end)) + end
+    end = sdk_dump.COUNT.pack(len(frames))
+    return content + sdk_dump.FRAME.pack(sdk_dump.END_OF_FRAMES, len(end), crc32c(end)) + end
 
 
 def test_dump_frames_are_read_back_and_damage_is_found():

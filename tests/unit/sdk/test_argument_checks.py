@@ -116,10 +116,10 @@ def test_async_write_bytes_checks_before_it_truncates(served):
 
 def test_two_copies_to_one_target_do_not_collide(pool):
     async def both():
-        running = pool._runtime.pool
+        running = pool.runtime().pool
         await asyncio.gather(*[running.copy(pool.file, f"{pool.top}/copy") for _ in range(8)])
 
-    pool._runtime.call(both())
+    pool.runtime().call(both())
     assert pool.read_bytes(f"{pool.top}/copy") == OLD and pool.list(pool.top) == ["copy", "file"]
 
 
@@ -362,9 +362,9 @@ def test_wrong_read_is_named_by_its_index(pool, name):
     for into in (None, bytearray(100)):
         with pytest.raises(error, match=text):
             pool.read_many(reads, into)
-    async_pool = pool._runtime.pool
+    async_pool = pool.runtime().pool
     with pytest.raises(error, match=text):
-        pool._runtime.call(async_pool.read_many(reads))
+        pool.runtime().call(async_pool.read_many(reads))
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_one_bad_file_is_named_and_leaves_the_others(pool):
     paths = [f"{pool.top}/f{number}" for number in range(4)]
     for path in paths:
         pool.write_bytes(path, OLD)
-    vfs, bad = pool._runtime.pool.vfs, pool.stat(paths[2]).st_ino
+    vfs, bad = pool.runtime().pool.vfs, pool.stat(paths[2]).st_ino
     plain = vfs.read_many
 
     async def read_many(reads, into):

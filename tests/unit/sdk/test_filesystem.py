@@ -245,7 +245,7 @@ def _in_child(pool, file, path: str, sender) -> None:
         content = file.pread(5, 0)
         many = bytes(pool.read_many([(path, 0, 5), (file, 1, 3)])[1])
         pool.write_bytes(path + "-child", b"from the child")
-        sender.send((content, many, pool._runtime.pid == os.getpid()))
+        sender.send((content, many, pool.runtime().pid == os.getpid()))
     except BaseException as error:
         sender.send(repr(error))
     pool.close()

@@ -75,7 +75,7 @@ def test_file_system_is_pickled_to_another_process(served, method, tmp_path):
 def test_pickle_connects_at_its_first_call(pool):
     pool.write_bytes("/file", b"content")
     for again in (pickle.loads(pickle.dumps(pool)), copy.copy(pool), copy.deepcopy(pool)):
-        assert again._runtime is None
+        assert again.is_served_by(None), "it has no client yet"
         with again:
             assert again.read_bytes("/file") == b"content"
             assert again.volumes.list() == []

@@ -169,7 +169,7 @@ def test_files_of_pieces_are_opened_together_and_kept_open(shards):
                 await pool.read_many([*pieces, ("top/d1/no", 0, 1), ("top/no/f", 0, 1)])
             assert raised.value.filename == "top/d1/no"
             assert len(pool.client.vfs.cache.open) == 100
-            await pool._batches.forget()
+            await pool.read_batches.forget()
             assert not pool.client.vfs.cache.open
 
     run(main())
@@ -188,7 +188,7 @@ def test_files_shared_by_batches_are_read_and_closed():
 
             await asyncio.gather(*(some() for _ in range(4)))
             assert {file.handles for file in pool.client.vfs.cache.open.values()} <= {1}
-            await pool._batches.forget()
+            await pool.read_batches.forget()
             assert not pool.client.vfs.cache.open
 
     run(main())
@@ -234,7 +234,7 @@ def test_replaced_handles_are_closed_during_other_batches():
             )
             second_gate.set()
             await second
-            await pool._batches.forget()
+            await pool.read_batches.forget()
             assert not vfs.cache.open
 
     run(main())

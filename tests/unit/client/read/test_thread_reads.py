@@ -107,7 +107,7 @@ class Case:
 
     @property
     def handle(self):
-        return self.file._handle
+        return self.file.handle_in(self.client)
 
 
 def at_random(count, seed=1, sizes=(1, 100, 4096, 4097, 65536, 200_000)):

@@ -76,10 +76,10 @@ def rewritten(path, change):
         file.seek(0)
         content = file.read(head)
     records = b"".join(msgspec.json.encode(row) + b"\n" for row in change(rows))
-    content += sdk_dump._FRAME.pack(1, len(records), crc32c(records)) + records
+    content += sdk_dump.FRAME.pack(1, len(records), crc32c(records)) + records
     end = struct.pack("<Q", len(rows))
     with open(path, "wb") as file:
-        file.write(content + sdk_dump._FRAME.pack(sdk_dump.END_OF_FRAMES, len(end), crc32c(end)) + end)
+        file.write(content + sdk_dump.FRAME.pack(sdk_dump.END_OF_FRAMES, len(end), crc32c(end)) + end)
 
 
 def test_files_without_contents_on_any_target_are_counted(tmp_path):

@@ -242,7 +242,7 @@ def test_apparent_loop_during_renames_is_no_problem(monkeypatch):
             async def both_ways() -> dict[int, int]:
                 return {a: b, b: a}
 
-            monkeypatch.setattr(climbs, "_climb", both_ways)
+            monkeypatch.setattr(climbs, "climb", both_ways)
             assert [problem async for problem in climbs.loops(repair=True)] == []
 
     asyncio.run(main())

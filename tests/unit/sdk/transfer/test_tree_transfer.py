@@ -403,7 +403,7 @@ def test_directory_is_not_closed_while_a_thread_reads_it(tmp_path):
     (tmp_path / "folder").mkdir()
     for number in range(50):
         (tmp_path / "folder" / str(number)).touch()
-    entries = tree_import._Entries(os.fsencode(tmp_path / "folder"))
+    entries = tree_import.DirectoryEntries(os.fsencode(tmp_path / "folder"))
     reading, go_on = threading.Event(), threading.Event()
 
     class Slow:
@@ -422,7 +422,7 @@ def test_directory_is_not_closed_while_a_thread_reads_it(tmp_path):
             self.closed = True
             self.entries.close()
 
-    slow = entries._entries = Slow(entries._entries)
+    slow = entries.entries = Slow(entries.entries)
     with ThreadPoolExecutor(2) as threads:
         read = threads.submit(entries.read)
         assert reading.wait(10)
