@@ -118,7 +118,7 @@ class ChunkClient:
         self.options = options
         self.clock = clock
         self._renew = renew
-        self._keys = keys
+        self.keys = keys
         self.ended = DataLossCheck(view, renew)
         self._loop = asyncio.get_running_loop()
         self.lanes: dict[int, ReadQueue] = {}
@@ -263,7 +263,7 @@ class ChunkClient:
     async def _read_with_key(self, job: Read) -> None:
         """Do the first read of a file of an encrypted volume, which needs the key."""
         try:
-            await self._keys.fetch(job.file)
+            await self.keys.fetch(job.file)
         except NvpoolError as error:
             if not job.future.done():
                 job.future.set_exception(error)
@@ -721,7 +721,7 @@ class ChunkClient:
         while True:
             try:
                 if file.encrypted and file.key is None:
-                    await self._keys.fetch(file)
+                    await self.keys.fetch(file)
                 if failed is not None:
                     error, failed = failed, None
                     raise error
@@ -770,7 +770,7 @@ class ChunkClient:
                 if is_fresh or file.key is None:
                     raise
                 is_fresh = True
-                await self._keys.fetch(file, stale=file.key)
+                await self.keys.fetch(file, stale=file.key)
             except BytesLost:
                 if flags or not await self.ended.is_all(file, (index << file.chunk_bits) + offset, length):
                     raise

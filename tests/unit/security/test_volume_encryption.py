@@ -360,7 +360,7 @@ def test_store_without_the_pool_key_refuses_writes(tmp_path):
             await fs.volumes.create("secret", encrypted=True)
             await fs.write_bytes("/volumes/secret/file", MARK * 1000)
             await pool.stop_store(1)
-            pool._key_file = ""
+            pool.key_file = ""
             await pool.start_store(1)
             with pytest.raises(OSError) as caught:
                 await fs.write_bytes("/volumes/secret/other", MARK)
@@ -426,7 +426,7 @@ def test_write_without_the_key_is_refused(tmp_path):
 
     async def wrapped(fs):
         async with await fs.open("/volumes/secret/file") as file:
-            await fs.vfs.chunks._keys.fetch(file.handle.file)
+            await fs.vfs.chunks.keys.fetch(file.handle.file)
             return file.handle.file.key
 
     asyncio.run(main())
