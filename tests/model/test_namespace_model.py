@@ -493,7 +493,7 @@ TestNamespace.settings = settings(
 
 
 class OverRealStores(NamespaceMachine):
-    make_store = staticmethod(InProcessPool._real_store)
+    make_store = staticmethod(InProcessPool.open_real_store)
 
 
 TestNamespaceOverRealStores = OverRealStores.TestCase

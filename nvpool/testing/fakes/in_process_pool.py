@@ -95,10 +95,10 @@ class InProcessPool:
         self.clock = clock
         self.grant_secret = bytes(range(32))
         self._name = f"local-{os.getpid()}-{next(_numbers)}"
-        self._key_file = key_file
+        self.key_file = key_file
         self.endpoints = endpoints or (lambda role, number: f"inproc://{self._name}-{role}-{number}")
         self._meta_options = meta_options or MetaOptions()
-        self._make_store = make_store or self._real_store
+        self._make_store = make_store or self.open_real_store
         self._serves_map = serves_map or replicas > 1
         self.pool_map = self._map(capacities, chunk_bytes, replicas, shards or shards_wanted())
         self.metas: dict[int, MetaService] = {}
@@ -231,7 +231,7 @@ class InProcessPool:
             clock=self.clock,
             options=self._meta_options,
             take_right=self._take_right,
-            pool_keys=PoolKeys(key_file=self._key_file),
+            pool_keys=PoolKeys(key_file=self.key_file),
         )
         meta.update_map(self.pool_map)
         await meta.start()
@@ -262,7 +262,7 @@ class InProcessPool:
         await service.close(drain_s)
 
     @staticmethod
-    async def _real_store(pool: InProcessPool, target: int):
+    async def open_real_store(pool: InProcessPool, target: int):
         from nvpool.store.chunks.api import create_chunk_store
         from nvpool.store.chunks.block_store import open_chunk_store
         from nvpool.store.server.service import StoreService
@@ -289,7 +289,7 @@ class InProcessPool:
             handover_path=path,
             dialer=dialer,
             refresh_map=lambda: pool._give_map(target),
-            pool_keys=PoolKeys(key_file=pool._key_file),
+            pool_keys=PoolKeys(key_file=pool.key_file),
         )
 
     def _give_map(self, target: int) -> None:
