@@ -264,7 +264,7 @@ def remount(wanted: MountRequest) -> None:
     there = mount_at(wanted.place)
     if there is None or not there.ours:
         raise Refused(f"nothing of nvpool is mounted at {wanted.place}, so it cannot be remounted")
-    if not wanted.flags & _RDONLY and _was_read_only(words_of(wanted.place)):
+    if not wanted.flags & _RDONLY and was_read_only(words_of(wanted.place)):
         raise Refused(
             f"{wanted.place} was mounted read-only, and its process has no right to write; unmount it, and mount it "
             "with rw"
@@ -279,7 +279,8 @@ def remount(wanted: MountRequest) -> None:
         raise Refused(f"{wanted.place} could not be remounted: {os.strerror(number)}")
 
 
-def _was_read_only(words: list[str]) -> bool:
+def was_read_only(words: list[str]) -> bool:
+    """Whether the mount daemon with these command-line words was started for a read-only mount."""
     given = [
         word
         for text in words

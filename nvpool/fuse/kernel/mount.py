@@ -35,7 +35,7 @@ _RDONLY, _NOSUID, _NODEV, _NOEXEC, _SYNCHRONOUS, _DIRSYNC, _NOATIME, _NODIRATIME
     1024,
     2048,
 )
-_FLAGS = {
+FLAG_OF_OPTION = {
     "ro": (_RDONLY, True),
     "rw": (_RDONLY, False),
     "nosuid": (_NOSUID, True),
@@ -52,8 +52,8 @@ _FLAGS = {
     "nodiratime": (_NODIRATIME, True),
     "diratime": (_NODIRATIME, False),
 }
-_WORDS = frozenset(("allow_other", "default_permissions"))
-_VALUES = ("context=", "fscontext=", "defcontext=", "rootcontext=")
+PASSED_OPTIONS = frozenset(("allow_other", "default_permissions"))
+PASSED_VALUES = ("context=", "fscontext=", "defcontext=", "rootcontext=")
 """Options of a security module; passed on unchanged."""
 
 
@@ -64,7 +64,7 @@ def attach(mount_point: Path, options: MountOptions) -> int:
     AccessDenied: this user may not mount, or not with these options.
     Unavailable: there is no FUSE here, or the kernel refuses.
     """
-    flags, words = _parsed(options)
+    flags, words = parsed(options)
     descriptor = (
         _as_root(mount_point, options, flags, words)
         if not os.geteuid()
@@ -74,7 +74,7 @@ def attach(mount_point: Path, options: MountOptions) -> int:
     return descriptor
 
 
-def _parsed(options: MountOptions) -> tuple[int, list[str]]:
+def parsed(options: MountOptions) -> tuple[int, list[str]]:
     """Flags of mount(2), and options of the file system."""
     flags = _NOSUID | _NODEV | _RDONLY * options.read_only
     words = ["default_permissions"]
@@ -83,15 +83,15 @@ def _parsed(options: MountOptions) -> tuple[int, list[str]]:
     if options.max_read:
         words.append(f"max_read={options.max_read}")
     for word in (word for extra in options.extra for word in options_in(extra)):
-        if word in _FLAGS:
-            flag, on = _FLAGS[word]
+        if word in FLAG_OF_OPTION:
+            flag, on = FLAG_OF_OPTION[word]
             flags = flags | flag if on else flags & ~flag
-        elif word in _WORDS or word.startswith(_VALUES):
+        elif word in PASSED_OPTIONS or word.startswith(PASSED_VALUES):
             if word not in words:
                 words.append(word)
         else:
             raise InvalidRequest(
-                f"{word!r} is not an option of a mount; there are {', '.join([*_FLAGS, *sorted(_WORDS)])}"
+                f"{word!r} is not an option of a mount; there are {', '.join([*FLAG_OF_OPTION, *sorted(PASSED_OPTIONS)])}"
             )
     return flags, words
 
@@ -135,7 +135,7 @@ def _as_user(mount_point: Path, options: MountOptions, words: list[str]) -> int:
     shown = options.shown.replace("\\", r"\\").replace(",", r"\,")
     said = [f"fsname={shown}", f"subtype={OUR_TYPE.partition('.')[2]}", *words]
     said += ["ro"] * options.read_only + [
-        word for extra in options.extra for word in options_in(extra) if word in _FLAGS
+        word for extra in options.extra for word in options_in(extra) if word in FLAG_OF_OPTION
     ]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with ours, theirs:

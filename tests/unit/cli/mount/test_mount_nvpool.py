@@ -155,17 +155,20 @@ def test_unknown_option_is_refused_with_the_valid_ones(option, said, capsys):
 
 
 def test_flags_match_those_of_a_mount():
-    assert mount_nvpool.FLAGS == kernel_mount._FLAGS and set(mount_nvpool.PASSED) == kernel_mount._WORDS
-    assert mount_nvpool.PASSED_VALUES == kernel_mount._VALUES
+    assert (
+        mount_nvpool.FLAGS == kernel_mount.FLAG_OF_OPTION
+        and set(mount_nvpool.PASSED) == kernel_mount.PASSED_OPTIONS
+    )
+    assert mount_nvpool.PASSED_VALUES == kernel_mount.PASSED_VALUES
 
 
 def test_quoted_commas_are_kept_in_options():
     context = 'context="system_u:object_r:x:s0:c1,ro,c2"'
     found = parsed("h:/x", "noexec", context)
     words = parse_words(["/pool", "/mnt/none-here", *found.words])
-    flags, passed = kernel_mount._parsed(MountOptions("p", allow_other=False, extra=tuple(words.extra)))
+    flags, passed = kernel_mount.parsed(MountOptions("p", allow_other=False, extra=tuple(words.extra)))
     assert passed[1:] == [context] and flags & 8 and not flags & 1
-    assert not is_read_only(words) and not mount_nvpool._was_read_only(list(found.words))
+    assert not is_read_only(words) and not mount_nvpool.was_read_only(list(found.words))
 
 
 def test_log_and_kernel_options_reach_the_mount_daemon(monkeypatch, tmp_path):
