@@ -112,7 +112,7 @@ def start(directory: PoolDirectory, wait_s: float = START_S) -> dict[str, Any]:
                     )
                     raise family(f"the supervisor ended immediately:{_last_errors(directory, 'nvpoold.log')}")
                 with _interrupted_later():
-                    supervisor = _spawn_supervisor(directory)
+                    supervisor = spawn_supervisor(directory)
                 started += 1
             try:
                 seen = runner.run(status_of(str(directory.path), 1.0))
@@ -172,7 +172,8 @@ def _interrupted_later() -> Iterator[None]:
         signal.raise_signal(came[0])
 
 
-def _spawn_supervisor(directory: PoolDirectory) -> subprocess.Popen[bytes]:
+def spawn_supervisor(directory: PoolDirectory) -> subprocess.Popen[bytes]:
+    """Start the supervisor of this node as a process that outlives this one."""
     configuration.load(directory.node_toml)  # its errors are reported here and not in a log
     directory.log.mkdir(exist_ok=True)
     with open_log(directory.log / "nvpoold.log") as log:

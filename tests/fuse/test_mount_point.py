@@ -104,7 +104,7 @@ def test_calls_of_a_mount_served_elsewhere_are_not_ended(floor, tmp_path, monkey
     if seen_elsewhere:
         subprocess.run(["mount", "--bind", floor.place, copy], check=True)
     else:
-        monkeypatch.setattr(cli_mounts, "_ALL_PROCESSES", "")
+        monkeypatch.setattr(cli_mounts, "ALL_PROCESSES", "")
     floor.process.send_signal(signal.SIGSTOP)
     waiting = subprocess.Popen(["ls", floor.place], stdout=subprocess.DEVNULL)
     try:

@@ -146,7 +146,7 @@ def test_dir_set_reads_both_options(word, warns, monkeypatch):
         requested.append(striped)
         return {"path": "/x", "inode": 2, "replicas": 1, "chunk_bytes": 1 << 20, "striped": striped}
 
-    monkeypatch.setattr("nvpool.cli.commands.dir._set", set_layout)
+    monkeypatch.setattr("nvpool.cli.commands.dir.set_layout", set_layout)
     done = CliRunner().invoke(directory, ["set", "127.0.0.1:9:/x", word, "--json"])
     assert done.exit_code == 0, done.output
     assert requested == [True]

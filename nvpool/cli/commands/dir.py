@@ -133,10 +133,11 @@ def set_(
         striped = True
     if not replicas and not chunk_size and not striped:
         raise click.UsageError("give --replicas, --chunk-size or --striped")
-    _show(place, asyncio.run(_set(place, replicas or 0, chunk_size, striped)), as_json)
+    _show(place, asyncio.run(set_layout(place, replicas or 0, chunk_size, striped)), as_json)
 
 
-async def _set(place: PoolPath, replicas: int, chunk_bytes: int, striped: bool) -> dict[str, Any]:
+async def set_layout(place: PoolPath, replicas: int, chunk_bytes: int, striped: bool) -> dict[str, Any]:
+    """Set the layout of new files below a directory; return the layout."""
     from nvpool.cli.pool_path import session
     from nvpool.client.state.vfs_types import Caller
     from nvpool.poolmap.file_layout import layout_of

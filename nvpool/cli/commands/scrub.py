@@ -154,7 +154,7 @@ def start(pool: str, drive: str | None, target: int | None, wait: bool, as_json:
         with note_on_interrupt(
             "scrubbing", f"nvpool scrub status {pool}", f"nvpool scrub stop {pool}{which}"
         ):
-            found = asyncio.run(_wait(pool, frozenset(result["targets"]), as_json))
+            found = asyncio.run(wait_for_scrub(pool, frozenset(result["targets"]), as_json))
     if as_json:
         print_json(result | {"scrub": found})
     elif found:
@@ -204,7 +204,7 @@ def _exit_code(result: dict[str, Any]) -> int:
     return EXIT_UNAVAILABLE if result["silent"] else 0
 
 
-async def _wait(pool: str, targets: frozenset[int], quiet: bool) -> list[dict[str, Any]]:
+async def wait_for_scrub(pool: str, targets: frozenset[int], quiet: bool) -> list[dict[str, Any]]:
     """Wait until none of the targets scrubs any more; return their states. The pool may be away meanwhile."""
     from nvpool.cli.pool_connection import statuses
     from nvpool.cli.progress import ProgressSample, shown

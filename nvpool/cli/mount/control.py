@@ -42,7 +42,7 @@ if ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(sys.argv[1]), int(sys.a
 """Program for a lazy unmount: umount(8) accesses the mount first, even with -l, so a hung mount blocks it."""
 _MNT_FORCE, _MNT_DETACH, _UMOUNT_NOFOLLOW = 1, 2, 8
 
-_ALL_PROCESSES = "pid:[4026531836]"
+ALL_PROCESSES = "pid:[4026531836]"
 """The initial PID name space, which sees all processes; PROC_PID_INIT_INO of linux/proc_ns.h."""
 
 _ERROR_LINE = re.compile(r"\S+ \S+ ERROR +\S+ (.*)")
@@ -265,7 +265,7 @@ def _may_be_served(mount: Mount) -> bool:
     processes this process does not see.
     """
     others = [other for other in mounts() if other.device == mount.device and other.point != mount.point]
-    return bool(others) or mount.root != Path("/") or os.readlink("/proc/self/ns/pid") != _ALL_PROCESSES
+    return bool(others) or mount.root != Path("/") or os.readlink("/proc/self/ns/pid") != ALL_PROCESSES
 
 
 def _umount(place: str, lazy: bool, deadline_s: float, end_calls_of: str | None = None) -> None:

@@ -434,7 +434,7 @@ def test_interrupted_start_kills_an_unlocked_supervisor(tmp_path, monkeypatch):
         started.append(subprocess.Popen(["sleep", "60"]))
         return started[0]
 
-    monkeypatch.setattr(pool_lifecycle, "_spawn_supervisor", spawn)
+    monkeypatch.setattr(pool_lifecycle, "spawn_supervisor", spawn)
     monkeypatch.setattr(PoolDirectory, "check", lambda self: None)
     with pytest.raises(KeyboardInterrupt):
         pool_lifecycle.start(place)

@@ -88,7 +88,7 @@ def test_interrupted_scrub_wait_says_that_the_scrub_goes_on(ordered, monkeypatch
     async def interrupted(pool, targets, quiet):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(scrub, "_wait", interrupted)
+    monkeypatch.setattr(scrub, "wait_for_scrub", interrupted)
     code, _, err = ordered([1], {}, "start", POOL, "--wait", *words)
     assert code == 130
     look, end = f"nvpool scrub status {POOL}", f"nvpool scrub stop {POOL}{stop}"
