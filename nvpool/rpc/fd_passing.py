@@ -39,8 +39,8 @@ from nvpool.rpc.peer_roles import credentials_of
 
 log = logging.getLogger(__name__)
 
-_HEAD = struct.Struct("<4sHH")
-_MAGIC, _VERSION = b"NPfd", 2
+HEAD = struct.Struct("<4sHH")
+MAGIC, VERSION = b"NPfd", 2
 SAID_BYTES_MAX = 256
 DESCRIPTORS_MAX = 4
 _ACCEPTS_A_TURN = 16
@@ -114,10 +114,10 @@ class Handover:
                 if not self.allows(uid, groups):
                     raise AccessDenied(f"user {uid} is not of the pool's group")
                 said, descriptors = self._give()
-                socket.send_fds(sock, [_HEAD.pack(_MAGIC, _VERSION, 0) + said], descriptors)
+                socket.send_fds(sock, [HEAD.pack(MAGIC, VERSION, 0) + said], descriptors)
             except NvpoolError as error:
                 log.info("%s: %s", self.path, error)
-                sock.send(_HEAD.pack(_MAGIC, _VERSION, error.wire_code))
+                sock.send(HEAD.pack(MAGIC, VERSION, error.wire_code))
         except OSError as error:
             log.debug("%s: %s", self.path, error)  # the client has disconnected
         finally:
@@ -161,7 +161,7 @@ async def _received(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> tup
     while True:
         try:
             said, ancillary, _, _ = sock.recvmsg(
-                _HEAD.size + SAID_BYTES_MAX, socket.CMSG_SPACE(4 * DESCRIPTORS_MAX), socket.MSG_CMSG_CLOEXEC
+                HEAD.size + SAID_BYTES_MAX, socket.CMSG_SPACE(4 * DESCRIPTORS_MAX), socket.MSG_CMSG_CLOEXEC
             )
             break
         except BlockingIOError:
@@ -179,18 +179,18 @@ async def _received(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> tup
         if not said:
             raise OSError(errno.ECONNRESET, "the other side has hung up")
         try:
-            magic, version, status = _HEAD.unpack_from(said)
+            magic, version, status = HEAD.unpack_from(said)
         except struct.error:
             raise CorruptFrame("what came with descriptors is too short") from None
-        if magic != _MAGIC or version != _VERSION:
-            raise NotSupported(f"descriptors come in version {version} here, this nvpool knows {_VERSION}")
+        if magic != MAGIC or version != VERSION:
+            raise NotSupported(f"descriptors come in version {version} here, this nvpool knows {VERSION}")
         if status:
             raise errors.BY_WIRE_CODE.get(status, Unavailable)(f"refused with {status}")
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-    return said[_HEAD.size :], descriptors
+    return said[HEAD.size :], descriptors
 
 
 def _set_ready(ready: asyncio.Future[None]) -> None:

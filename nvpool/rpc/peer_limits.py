@@ -62,7 +62,7 @@ DESCRIPTORS_SHARE = 3 / 4
 MEMORY_SHARE = 4
 
 
-_SUBORDINATE_UIDS = SubordinateUids()
+SUBORDINATE_UIDS = SubordinateUids()
 
 
 class Bounds(NamedTuple):
@@ -90,7 +90,7 @@ def identify(peer: Peer, operators: int | None = None, plain_text: bool = False)
         return peer.member, role_of(peer, operators) is Role.NODE
     if peer.credentials is not None:
         uid, trusted = peer.credentials.uid, role_of(peer, operators) is Role.NODE
-        owner = "" if trusted else _SUBORDINATE_UIDS.owner_of(uid)
+        owner = "" if trusted else SUBORDINATE_UIDS.owner_of(uid)
         return f"subordinate uids of {owner}" if owner else f"uid {uid}", trusted
     if peer.local:
         return "this process", True
@@ -188,7 +188,7 @@ class Limits:
         self.connections_max = max(8, min(bounds.connections, int(descriptors * DESCRIPTORS_SHARE)))
         self.others_max = self.connections_max - self.connections_max // RESERVED_SHARE
         self.per_peer_max = min(bounds.connections_per_peer, max(1, self.others_max // 2))
-        self.memory_max = min(bounds.memory_bytes, _physical_bytes() // MEMORY_SHARE)
+        self.memory_max = min(bounds.memory_bytes, physical_bytes() // MEMORY_SHARE)
         self.memory_per_peer_max = min(bounds.memory_bytes_per_peer, self.memory_max)
         self.bytes = 0
         """Counted bytes of all peers that are not trusted."""
@@ -597,5 +597,6 @@ class MeteredTransport:
         return getattr(self._transport, name)
 
 
-def _physical_bytes() -> int:
+def physical_bytes() -> int:
+    """Memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

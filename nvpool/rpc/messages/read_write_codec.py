@@ -70,14 +70,14 @@ _Reply = TypeVar("_Reply", bound=Message)
 # -- the most common messages without protobuf: the same bytes, a quarter of the time ------------------------
 
 _READ_REQUEST = Struct("<BQBBBB60sBB24s")
-_READ_REQUEST_BYTES = _READ_REQUEST.size
+READ_REQUEST_BYTES = _READ_REQUEST.size
 _WRITE_REQUEST = Struct("<BQBBBB60sBB40sBB4sBQBB")
 _WRITE_REQUEST_BYTES = _WRITE_REQUEST.size
 _WRITE_REPLY = Struct("<BQBB16s")
-_WRITE_REPLY_BYTES = _WRITE_REPLY.size
+WRITE_REPLY_BYTES = _WRITE_REPLY.size
 _WRITE_MARKS = 0x09, 0x10, 0x1A, 60, 0x22, 40, 0x2A, 4, 0x31, 0x38
 _READ_REPLY = Struct("<BQBB16sBB4s")
-_READ_REPLY_BYTES = _READ_REPLY.size
+READ_REPLY_BYTES = _READ_REPLY.size
 """Protobuf encodings of the most common messages: tag, length (where there is one) and value of each field.
 
 They are ReadRequest with one grant and one read, ReadReply with one block, WriteRequest with one grant and
@@ -106,7 +106,7 @@ def decode_read_request(message: Buffer) -> tuple[int, int, Sequence[bytes], byt
 
     InvalidRequest: not a ReadRequest. The fields are not checked.
     """
-    if len(message) == _READ_REQUEST_BYTES:
+    if len(message) == READ_REQUEST_BYTES:
         one, epoch, two, target, three, grant_bytes, grant, four, reads_bytes, reads = _READ_REQUEST.unpack(
             message
         )
@@ -212,7 +212,7 @@ def encode_write_reply(epoch: int, results: bytes | bytearray) -> bytes:
 def decode_write_reply(message: Buffer) -> bytes:
     """Return the packed results. CorruptFrame: not a WriteReply. The field is not checked."""
     results: bytes
-    if len(message) == _WRITE_REPLY_BYTES:
+    if len(message) == WRITE_REPLY_BYTES:
         one, _, two, results_bytes, results = _WRITE_REPLY.unpack(message)
         if one == 0x09 and two == 0x12 and results_bytes == 16:
             return results
@@ -238,7 +238,7 @@ def encode_read_reply(epoch: int, results: bytes | bytearray, checksums: bytes) 
 
 def decode_read_reply(message: Buffer) -> tuple[bytes, bytes]:
     """Return (results, checksums). CorruptFrame: not a ReadReply. The fields are not checked."""
-    if len(message) == _READ_REPLY_BYTES:
+    if len(message) == READ_REPLY_BYTES:
         one, _, two, results_bytes, results, three, checksums_bytes, checksums = _READ_REPLY.unpack(message)
         if one == 0x09 and two == 0x12 and results_bytes == 16 and three == 0x1A and checksums_bytes == 4:
             return results, checksums

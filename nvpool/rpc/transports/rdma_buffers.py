@@ -24,7 +24,7 @@ ROOM_BYTES_MAX = 64 * MIB
 """Most bytes of one connection: as many as a store processes for one peer."""
 PROCESS_BYTES_MAX = 512 * MIB
 
-_in_process = [0]
+in_process = [0]
 
 
 class RegisteredBuffers:
@@ -48,7 +48,7 @@ class RegisteredBuffers:
         self._bytes_max = bytes_max
         self._free: dict[int, list[tuple[int, Any, int]]] = {}  # by size of the buffers
         self._slabs: dict[int, tuple[Any, int]] = {}  # key number -> (slab, size of its buffers)
-        self._bytes = 0
+        self.byte_count = 0
         self._number = 0
         self._closed = False
 
@@ -72,22 +72,22 @@ class RegisteredBuffers:
 
     def _grow(self, size: int) -> bool:
         length = max(size, SLAB_BYTES)
-        if self._bytes + length > self._bytes_max:
-            self._shrink(self._bytes + length - self._bytes_max)
-        if self._bytes + length > self._bytes_max or _in_process[0] + length > PROCESS_BYTES_MAX:
+        if self.byte_count + length > self._bytes_max:
+            self._shrink(self.byte_count + length - self._bytes_max)
+        if self.byte_count + length > self._bytes_max or in_process[0] + length > PROCESS_BYTES_MAX:
             return False
         try:
             slab = ucx.Slab(self._context, length)
         except ucx.Error as error:  # the limit of locked memory or of shared memory
-            self._bytes_max = self._bytes
+            self._bytes_max = self.byte_count
             ucx.log.warning(
                 "no more memory can be registered for RDMA: %s; more answers come as on a stream", error
             )
             return False
         self._number += 1
         self._slabs[self._number] = slab, size
-        self._bytes += length
-        _in_process[0] += length
+        self.byte_count += length
+        in_process[0] += length
         self._send_key(self._number, slab)
         self._free.setdefault(size, []).extend(
             (self._number, slab, offset) for offset in range(length - size, -1, -size)
@@ -110,8 +110,8 @@ class RegisteredBuffers:
         slab, size = self._slabs.pop(number)
         for entry in [entry for entry in self._free[size] if entry[0] == number]:
             self._free[size].remove(entry)  # one by one: other threads return buffers too
-        self._bytes -= slab.length
-        _in_process[0] -= slab.length
+        self.byte_count -= slab.length
+        in_process[0] -= slab.length
         self._forget_key(number)
 
     def numbers(self) -> Collection[int]:
@@ -127,6 +127,6 @@ class RegisteredBuffers:
         for free in self._free.values():
             free.clear()
         for slab, _ in self._slabs.values():
-            _in_process[0] -= slab.length
+            in_process[0] -= slab.length
         self._slabs.clear()
-        self._bytes = 0
+        self.byte_count = 0

@@ -36,7 +36,7 @@ class Loop:
 @pytest.fixture(autouse=True)
 def no_timers(monkeypatch):
     monkeypatch.setattr("nvpool.rpc.peer_limits.asyncio.get_running_loop", Loop)
-    monkeypatch.setattr("nvpool.rpc.peer_limits._physical_bytes", lambda: 1 << 40)
+    monkeypatch.setattr("nvpool.rpc.peer_limits.physical_bytes", lambda: 1 << 40)
 
 
 class Ticking:
@@ -132,7 +132,7 @@ def test_other_hosts_are_trusted_in_plain_text():
 def test_subordinate_uids_count_for_the_owner_of_their_range(monkeypatch, tmp_path):
     subuid, clock = tmp_path / "subuid", ManualClock()
     subuid.write_text("# comment\nalice:100000:65536\nbob:170000:10\n1002:x:10\n:1:9\n")
-    monkeypatch.setattr(limits_module, "_SUBORDINATE_UIDS", SubordinateUids(subuid, clock))
+    monkeypatch.setattr(limits_module, "SUBORDINATE_UIDS", SubordinateUids(subuid, clock))
     for uid, name in (
         (99_999, "uid 99999"),
         (100_000, "subordinate uids of alice"),

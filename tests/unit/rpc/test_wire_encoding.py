@@ -443,10 +443,10 @@ def test_changed_messages_are_decoded_like_protobuf(data):
     request = read_write_codec.encode_read_request(7, 3, [bytes(range(60))], bytes(24))
     reply = read_write_codec.encode_read_reply(7, bytes(16), bytes(4))
     wrote = data_pb2.WriteReply(map_epoch=7, results=bytes(16)).SerializeToString()
-    assert len(wrote) == read_write_codec._WRITE_REPLY_BYTES
+    assert len(wrote) == read_write_codec.WRITE_REPLY_BYTES
     assert (
-        len(request) == read_write_codec._READ_REQUEST_BYTES
-        and len(reply) == read_write_codec._READ_REPLY_BYTES
+        len(request) == read_write_codec.READ_REQUEST_BYTES
+        and len(reply) == read_write_codec.READ_REPLY_BYTES
     )
     for raw, kind, decode, error in (
         (request, data_pb2.ReadRequest, read_write_codec.decode_read_request, errors.InvalidRequest),

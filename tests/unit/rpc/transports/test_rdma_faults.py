@@ -314,7 +314,7 @@ async def test_memory_is_bounded_and_replies_fall_back_to_the_stream(tmp_path, m
     )
     listener = await transport.listen(endpoint, SERVER, handler)
     connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
-    before = rdma_buffers._in_process[0]
+    before = rdma_buffers.in_process[0]
     held = [
         await connection.call(1, bytes([n]), deadline_s=soon(), into=memoryview(bytearray(MIB)))
         for n in range(20)
@@ -327,16 +327,16 @@ async def test_memory_is_bounded_and_replies_fall_back_to_the_stream(tmp_path, m
     ]
     for number, answer in enumerate(await asyncio.gather(*asked)):
         assert answer.payload == bytes([number]) * MIB == held[number].payload
-    assert connection.rooms._bytes <= 8 * MIB and rdma_buffers._in_process[0] - before <= 8 * MIB
+    assert connection.rooms.byte_count <= 8 * MIB and rdma_buffers.in_process[0] - before <= 8 * MIB
     assert 20 * MIB <= connection.placed_bytes < 40 * MIB
     placed = connection.placed_bytes
     larger = await connection.call(1, b"k", deadline_s=soon(), into=memoryview(bytearray(2 * MIB)))
     assert (
         larger.payload == b"k" * MIB and connection.placed_bytes == placed + MIB
     )  # replaces an unused buffer
-    assert connection.rooms._bytes <= 8 * MIB
+    assert connection.rooms.byte_count <= 8 * MIB
     await connection.close()
-    assert rdma_buffers._in_process[0] < before + MIB
+    assert rdma_buffers.in_process[0] < before + MIB
     await listener.close()
 
 

@@ -575,7 +575,7 @@ def golden() -> dict[str, str]:
         .SerializeToString()
         .hex(),
         "said with the descriptors": (
-            fd_passing._HEAD.pack(fd_passing._MAGIC, fd_passing._VERSION, 0) + said
+            fd_passing.HEAD.pack(fd_passing.MAGIC, fd_passing.VERSION, 0) + said
         ).hex(),
         "slots": json.dumps(
             [lease.slot_of(1, 0), lease.slot_of(1, 1), lease.slot_of((1 << 63) - 1, 0xFFFFFFFF)]
