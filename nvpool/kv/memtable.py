@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-_BUCKET_KEYS = 512
+BUCKET_KEYS = 512
 """Target size of a bucket: moving this many pointers takes about 0.1 µs. A bucket of twice the size is
 split."""
 
@@ -26,7 +26,7 @@ class OrderedKeys:
     def rebuild(self, keys: Iterable[bytes]) -> None:
         """Replace the content by `keys`, which are unique and in any order."""
         ordered = sorted(keys)
-        self._buckets = [ordered[at : at + _BUCKET_KEYS] for at in range(0, len(ordered), _BUCKET_KEYS)]
+        self._buckets = [ordered[at : at + BUCKET_KEYS] for at in range(0, len(ordered), BUCKET_KEYS)]
         self._lasts = [bucket[-1] for bucket in self._buckets]
 
     def add(self, key: bytes) -> None:
@@ -40,9 +40,9 @@ class OrderedKeys:
             at -= 1
         bucket = self._buckets[at]
         insort(bucket, key)
-        if len(bucket) > 2 * _BUCKET_KEYS:
-            self._buckets[at : at + 1] = [bucket[:_BUCKET_KEYS], bucket[_BUCKET_KEYS:]]
-            self._lasts[at : at + 1] = [bucket[_BUCKET_KEYS - 1], bucket[-1]]
+        if len(bucket) > 2 * BUCKET_KEYS:
+            self._buckets[at : at + 1] = [bucket[:BUCKET_KEYS], bucket[BUCKET_KEYS:]]
+            self._lasts[at : at + 1] = [bucket[BUCKET_KEYS - 1], bucket[-1]]
         else:
             self._lasts[at] = bucket[-1]
 

@@ -31,8 +31,8 @@ class PayloadBuffers:
     """Maximum number of pooled bytes, over all sizes."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, list[mmap]] = {}
-        self._bytes = 0
+        self.kept: dict[int, list[mmap]] = {}
+        self.kept_bytes = 0
         memory = mmap(-1, 1)
         # The count for an object with only one local variable as reference.
         self._unshared = getrefcount(memory)
@@ -43,7 +43,7 @@ class PayloadBuffers:
         The memory belongs to the caller until the last reference to the memoryview is gone.
         """
         capacity = 1 << (payload_bytes - 1).bit_length()
-        kept = self._kept.setdefault(capacity, [])
+        kept = self.kept.setdefault(capacity, [])
         for place in range(len(kept)):
             try:
                 memory = kept.pop(place)
@@ -55,11 +55,11 @@ class PayloadBuffers:
                 return view
         memory = mmap(-1, capacity, flags=MAP_PRIVATE | MAP_ANONYMOUS)
         # Drop all, so that sizes no longer used do not block others.
-        if self._bytes + capacity > self.BYTES_MAX:
-            self._kept, self._bytes = {capacity: (kept := [])}, 0
+        if self.kept_bytes + capacity > self.BYTES_MAX:
+            self.kept, self.kept_bytes = {capacity: (kept := [])}, 0
         if len(kept) < self.COUNT_MAX:
             kept.append(memory)
-            self._bytes += capacity
+            self.kept_bytes += capacity
         return memoryview(memory)[:payload_bytes]
 
 

@@ -13,7 +13,7 @@ KEY = st.binary(max_size=2)
 @pytest.fixture(autouse=True, scope="module")
 def _small_buckets():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memtable, "_BUCKET_KEYS", 3)
+        patch.setattr(memtable, "BUCKET_KEYS", 3)
         yield
 
 

@@ -26,9 +26,9 @@ def test_spare_memory_is_bounded():
     held.clear()
     for size in (1 << 17, 1 << 20, 3 << 20, 32 << 20):
         spares.take(size)
-        kept = sum(len(memory) for memories in spares._kept.values() for memory in memories)
-        assert kept == spares._bytes <= PayloadBuffers.BYTES_MAX
-        assert all(len(memories) <= PayloadBuffers.COUNT_MAX for memories in spares._kept.values())
+        kept = sum(len(memory) for memories in spares.kept.values() for memory in memories)
+        assert kept == spares.kept_bytes <= PayloadBuffers.BYTES_MAX
+        assert all(len(memories) <= PayloadBuffers.COUNT_MAX for memories in spares.kept.values())
 
 
 def test_threads_never_get_the_same_memory():
