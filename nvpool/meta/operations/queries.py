@@ -48,7 +48,7 @@ _MORE_TO_SAY = records.DIVIDED | records.TRASHED
 _TYPE, _REGULAR = 0o170000, 0o100000
 _BYTES_PER_FILE = 300
 """Bytes of LMDB per file, a careful estimate: 146 with names of 16 bytes."""
-_EMPTY_SCAN = 4
+EMPTY_SCAN = 4
 """Cost of a scan that finds nothing, in entries."""
 
 
@@ -381,7 +381,7 @@ def names(view: View, request: meta_pb2.NamesRequest) -> meta_pb2.NamesReply:
             reply.cursor = first
             return reply
         pairs, behind = _readable(view, first, end, left)
-        left -= max(len(pairs), _EMPTY_SCAN)
+        left -= max(len(pairs), EMPTY_SCAN)
         for key, raw in pairs:
             if raw[1:] in values:
                 _take_name(view, reply, wanted, partition, key, raw)

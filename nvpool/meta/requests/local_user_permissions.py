@@ -140,7 +140,7 @@ class LocalUsers:
         self, method: int, credentials: Credentials, decide: Decision, walks: Walks | None = None
     ) -> Decision:
         """Wrap `decide` for this user: checks come first, and the request gets the user's uid and groups."""
-        guard, note = _GUARDS[method]
+        guard, note = GUARDS[method]
         says = credentials.uid == ANY_USER_BUT_ROOT and method in _SAY_FOR_WHOM
 
         def decide_for_user(view: View, request: Any, now_ns: int) -> Draft:
@@ -290,23 +290,24 @@ class LocalUsers:
         return self._places.get((uid, inode))
 
     def met(self, uid: int, inode: int, directory: int, name: bytes) -> None:
-        _keep(self._places, (uid, inode), (directory, name))
+        keep_bounded(self._places, (uid, inode), (directory, name))
 
     def rights(self, session: int, inode: int) -> int:
         return self._rights.get((session, inode), 0)
 
     def given(self, session: int, inode: int, rights: int) -> None:
-        _keep(self._rights, (session, inode), self.rights(session, inode) | rights)
+        keep_bounded(self._rights, (session, inode), self.rights(session, inode) | rights)
 
     def wrote(self, session: int, volume: int) -> None:
-        _keep(self._writers, (session, volume), True)
+        keep_bounded(self._writers, (session, volume), True)
 
     def has_open(self, session: int, inode: int) -> bool:
         found = self._sessions.by_number.get(session)
         return found is not None and inode in found.opens
 
 
-def _keep(table: dict, key: Any, value: Any) -> None:
+def keep_bounded(table: dict, key: Any, value: Any) -> None:
+    """Put an entry at the end of the table, which drops its oldest one when it is full."""
     table.pop(key, None)
     if len(table) >= KNOWN_MAX:
         del table[next(iter(table))]
@@ -838,7 +839,7 @@ _SAY_FOR_WHOM = frozenset(
 )
 """Changes whose uid and gid are those of a process. Other changes are made for the session that has the file
 open, whichever process that is."""
-_GUARDS: dict[int, tuple[Callable[[User, Any], None], Callable[[User, Any, Draft], None]]] = {
+GUARDS: dict[int, tuple[Callable[[User, Any], None], Callable[[User, Any, Draft], None]]] = {
     wire.META_LOOKUP: (_guard_lookup, _note_lookup),
     wire.META_GETATTR: (_guard_getattr, _note_getattr),
     wire.META_READLINK: (_guard_inode, _nothing),

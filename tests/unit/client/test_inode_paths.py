@@ -136,7 +136,7 @@ async def test_search_step_is_bounded_in_entries_and_partitions(client):
     for number in range(300):
         await client.file(ROOT, b"%d" % number)
     kv = client.service.parts.kv
-    for limit, scans in ((100, 1), (0, lookup_operations.NAMES_LIMIT // lookup_operations._EMPTY_SCAN)):
+    for limit, scans in ((100, 1), (0, lookup_operations.NAMES_LIMIT // lookup_operations.EMPTY_SCAN)):
         for fields in ({}, {"elsewhere": True}):
             cursor, done = b"", False
             while not done:
@@ -146,7 +146,7 @@ async def test_search_step_is_bounded_in_entries_and_partitions(client):
                 )
                 reply = await client.ask("NAMES", request)
                 assert sum(kv.scanned) <= (limit or lookup_operations.NAMES_LIMIT)
-                assert len(kv.scanned) <= max(scans, limit // lookup_operations._EMPTY_SCAN)
+                assert len(kv.scanned) <= max(scans, limit // lookup_operations.EMPTY_SCAN)
                 cursor, done = reply.cursor, reply.done
 
 

@@ -45,7 +45,7 @@ def peer(uid, *groups):
 REQUESTS = {
     method: kind
     for method, (kind, *_) in (CHANGES | QUERIES).items()
-    if method in local_user_permissions._GUARDS
+    if method in local_user_permissions.GUARDS
 } | {
     wire.META_RENEW_SESSION: pb.RenewSessionRequest,
     wire.META_RELEASE: pb.ReleaseRequest,
@@ -409,7 +409,7 @@ def test_each_user_method_has_a_guard():
         for method in (CHANGES | QUERIES)
         if RIGHTS[method].least in (LeastRight.USER, LeastRight.VOLUME)
     }
-    assert set(local_user_permissions._GUARDS) == asked
+    assert set(local_user_permissions.GUARDS) == asked
 
 
 @scenario
@@ -670,7 +670,7 @@ def test_remembered_entries_are_bounded(monkeypatch):
     monkeypatch.setattr(local_user_permissions, "KNOWN_MAX", 3)
     table = {}
     for key in (1, 2, 1, 3, 4):
-        local_user_permissions._keep(table, key, key)
+        local_user_permissions.keep_bounded(table, key, key)
     assert list(table) == [1, 3, 4]
 
 
