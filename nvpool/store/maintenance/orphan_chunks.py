@@ -55,7 +55,7 @@ The passes find chunks that arrived later.
 CHUNK_COST_BYTES = 64 << 10
 """Cost of a removal for the throttle: two thousand removals a second at the default rate."""
 _STEP = 256
-_RETRY_S = 5.0
+RETRY_S = 5.0
 
 
 class OrphanChunks:
@@ -141,13 +141,13 @@ class OrphanChunks:
                     try:
                         await self.run_once()
                         self._failed = ""
-                        wait_s = _RETRY_S if self._open else None
+                        wait_s = RETRY_S if self._open else None
                     except Fenced:
                         return
                     except NvpoolError as error:
                         log.warning("target %d: orphan chunks are left for now: %s", self._target, error)
                         self._failed = f"removing chunks failed: {error or type(error).__name__}"
-                        wait_s = _RETRY_S
+                        wait_s = RETRY_S
             if wait_s is None and self._draining and self._holds_none and self._store.status()["used_bytes"]:
                 wait_s = AGAIN_S
             try:

@@ -33,7 +33,7 @@ INTERVAL_S = 7 * 86400.0
 STEP_BLOCKS = 256
 """1 MiB: less than a hundredth of a second of a drive's time."""
 _SAVE_S = 5.0
-_RETRY_S = 30.0
+RETRY_S = 30.0
 _MEND_TRIES, _MEND_AGAIN_S = 3, 0.2
 _SLEEP_S_MAX = 3600.0
 """Longest sleep, since the wall clock may be set in the meantime."""
@@ -182,7 +182,7 @@ class ScrubSchedule:
                 return
             except NvpoolError as error:
                 log.warning("target %d: scrubbing waits: %s", self._target, error)
-                wait_s = _RETRY_S
+                wait_s = RETRY_S
             try:
                 async with asyncio.timeout(wait_s):
                     await self._wake.wait()

@@ -175,7 +175,7 @@ def test_failed_save_of_the_round_is_retried(monkeypatch):
         assert store.note() and not failed
         await rounds.close()
 
-    monkeypatch.setattr("nvpool.store.maintenance.scrub_schedule._RETRY_S", 0.01)
+    monkeypatch.setattr("nvpool.store.maintenance.scrub_schedule.RETRY_S", 0.01)
     run(main())
 
 

@@ -737,7 +737,7 @@ def test_orphan_chunks_are_removed_only_with_a_current_map(monkeypatch):
             for inode in range(1, 50):
                 await put(store, inode, 0, 0, some_bytes(100), epoch=9)
             monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.STAY_S", 0.0)
-            monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks._RETRY_S", 0.01)
+            monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.RETRY_S", 0.01)
             one.use(lambda table, number: Chain(7, (SOURCE,)))
             orphans = service.upkeep.orphan_chunks
             assert await orphans.run_once() == 0 and orphans.left_chunks == 49
