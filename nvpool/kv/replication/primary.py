@@ -142,7 +142,7 @@ class Shipping:
         self._ask = ask
         self.on_deposed = on_deposed
         self._options = options
-        self._peers: dict[int, _Peer] = {}
+        self.peers: dict[int, _Peer] = {}
         self._woken = False
         self._closed = False
         self._sync_waiters: list[asyncio.Future[None]] = []
@@ -163,14 +163,14 @@ class Shipping:
         state that we requested, with one exception: another node may demote a standby that has lost its
         records. Then the standby stops counting here too, and is called up when it has everything again.
         """
-        for number in [number for number in self._peers if number not in members]:
-            self._forget(self._peers.pop(number))
+        for number in [number for number in self.peers if number not in members]:
+            self._forget(self.peers.pop(number))
         for number, (reach, up) in members.items():
-            if number not in self._peers:
-                peer = self._peers[number] = _Peer(number, reach(), up, self._clock.boottime_s())
+            if number not in self.peers:
+                peer = self.peers[number] = _Peer(number, reach(), up, self._clock.boottime_s())
                 for work in (self._run(peer), self._watch(peer)):
                     self._own(peer, work)
-            elif (peer := self._peers[number]).may_be_up and not up and not peer.one_question.locked():
+            elif (peer := self.peers[number]).may_be_up and not up and not peer.one_question.locked():
                 peer.reason = "the map does not call it up any more"
                 self._own(peer, self._take_out(peer))
         self._settle()
@@ -178,7 +178,7 @@ class Shipping:
     @property
     def may_be_replaced(self) -> bool:
         """Whether the map may mark a member as up; such a member could be promoted without our knowledge."""
-        return any(peer.may_be_up for peer in self._peers.values())
+        return any(peer.may_be_up for peer in self.peers.values())
 
     def states(self) -> dict[int, MemberState]:
         """Return the status of each member: whether it counts, its lag, and why it is not reachable."""
@@ -189,7 +189,7 @@ class Shipping:
                 "filling": peer.filling,
                 "reason": peer.reason,
             }
-            for number, peer in self._peers.items()
+            for number, peer in self.peers.items()
         }
 
     async def close(self) -> None:
@@ -199,7 +199,7 @@ class Shipping:
         """
         self._closed = True
         self._history.on_change = None
-        tasks = [task for peer in self._peers.values() for task in self._forget(peer)]
+        tasks = [task for peer in self.peers.values() for task in self._forget(peer)]
         await asyncio.gather(*tasks, return_exceptions=True)
         self._kv.sync_others = None
         for waiter in self._sync_waiters:
@@ -237,7 +237,7 @@ class Shipping:
 
     def _settle(self) -> None:
         """Recompute which members count, and what is committed."""
-        counting = [peer.acked for peer in self._peers.values() if peer.counts]
+        counting = [peer.acked for peer in self.peers.values() if peer.counts]
         history = self._history
         history.alone = not counting and not self._closed
         history.advance(min(counting) if counting else history.last.sequence)
@@ -251,7 +251,7 @@ class Shipping:
 
     def _send(self) -> None:
         self._woken = False
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             self._pump(peer)
 
     # -- one standby -------------------------------------------------------------------------------------------------
@@ -511,7 +511,7 @@ class Shipping:
         while True:
             if self._closed:
                 raise Unavailable("this member is not the primary any more", may_be_applied=True)
-            behind = [peer for peer in self._peers.values() if peer.counts and peer.synced < sequence]
+            behind = [peer for peer in self.peers.values() if peer.counts and peer.synced < sequence]
             if not behind:
                 return
             self._send()  # send the changes before the sync requests

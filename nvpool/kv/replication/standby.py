@@ -67,9 +67,9 @@ class StandbyKv:
         self._on_fence = on_fence
         self._retain_bytes = RETAIN_BYTES if retain_bytes is None else retain_bytes
         self._one = asyncio.Lock()
-        self._waiting: deque[tuple[Group, Done]] = deque()
+        self.waiting: deque[tuple[Group, Done]] = deque()
         self._working: asyncio.Task[None] | None = None
-        self._ready = False  # no changes are accepted between begin and keep or install
+        self.ready = False  # no changes are accepted between begin and keep or install
         self._closed = False
         self._damage = ""
         self._looked_at = False
@@ -87,7 +87,7 @@ class StandbyKv:
             raise StaleTerm(f"term {term} of the shard is over, {self.term} has begun")
         if term > self.term:
             self.term = term
-            self._ready = False
+            self.ready = False
 
     async def begin(self, term: int) -> Tail:
         """Return the tail of this member.
@@ -97,7 +97,7 @@ class StandbyKv:
         self.hear(term)
         async with self._one:
             self.hear(term)
-            self._ready = False
+            self.ready = False
             await self._quiet()
             if self.filling:
                 return Tail(Position(0, 0))
@@ -161,7 +161,7 @@ class StandbyKv:
                     retain_bytes=self._retain_bytes,
                 )
             _history(self.kv).alone = False
-            self._ready = True
+            self.ready = True
 
     async def install(self, term: int, position: Position) -> None:
         """Empty this member, and wait to be filled.
@@ -182,7 +182,7 @@ class StandbyKv:
                 on_fence=self._on_fence,
                 retain_bytes=self._retain_bytes,
             )
-            self._ready = True
+            self.ready = True
 
     async def installed(self, term: int) -> None:
         """Make the filled records durable, after everything was sent. On return this is a normal standby."""
@@ -211,13 +211,13 @@ class StandbyKv:
                 if self._take(kv, group):
                     done(kv.sequence, None)
                     return
-            elif len(self._waiting) >= WAITING_MAX:
+            elif len(self.waiting) >= WAITING_MAX:
                 raise Busy("too much waits here already")
         except NvpoolError as error:
-            self._ready = False
+            self.ready = False
             done(None, error)
             return
-        self._waiting.append((group, done))
+        self.waiting.append((group, done))
         if self._working is None:
             self._working = asyncio.ensure_future(self._work())
 
@@ -239,7 +239,7 @@ class StandbyKv:
         self.hear(term)
         async with self._one:
             self.hear(term)
-            self._ready = False
+            self.ready = False
             await self._quiet()
             if self.filling:
                 raise Unavailable("this member was being filled by the primary that has gone")
@@ -269,7 +269,7 @@ class StandbyKv:
 
     async def _end(self, abandon: bool) -> None:
         self._closed = True
-        self._ready = False
+        self.ready = False
         async with self._one:
             await self._quiet()
             if self.kv is not None and not abandon:
@@ -280,7 +280,7 @@ class StandbyKv:
     def _check(self, term: int) -> MemberKv:
         """Return the engine; StaleTerm or Unavailable if it accepts nothing from a primary of `term`."""
         self.hear(term)
-        if not self._ready or self.kv is None:
+        if not self.ready or self.kv is None:
             raise Unavailable("begin again: this member does not know yet where the log continues")
         return self.kv
 
@@ -305,24 +305,24 @@ class StandbyKv:
     async def _work(self) -> None:
         """Apply waiting groups as the engine has space."""
         try:
-            while self._waiting:
-                group, done = self._waiting[0]
+            while self.waiting:
+                group, done = self.waiting[0]
                 try:
                     kv = self._check(group.term)
                     while not self._take(kv, group):
                         await kv.more_room()
                         kv = self._check(group.term)
                 except NvpoolError as error:
-                    self._ready = False
-                    self._waiting.popleft()
+                    self.ready = False
+                    self.waiting.popleft()
                     done(None, error)
                 else:
-                    self._waiting.popleft()
+                    self.waiting.popleft()
                     done(kv.sequence, None)
         finally:
             self._working = None
-            while self._waiting:
-                self._waiting.popleft()[1](None, Unavailable("this member started again"))
+            while self.waiting:
+                self.waiting.popleft()[1](None, Unavailable("this member started again"))
 
     async def _quiet(self) -> None:
         """Cancel the waiting groups, and return when none is left."""

@@ -328,7 +328,7 @@ class Members:
             if standby is not None:
                 lines.append(
                     f"  standby of term {standby.term} at {standby.last}, filling {standby.filling}, ready "
-                    f"{standby._ready}, {len(standby._waiting)} wait"
+                    f"{standby.ready}, {len(standby.waiting)} wait"
                 )
             if kv is not None:
                 lines.append(
@@ -336,7 +336,7 @@ class Members:
                     f"{kv.history.base}, fenced {kv.fenced!r}"
                 )
             if member.shipping is not None:
-                lines += [f"  {vars(peer)}" for peer in member.shipping._peers.values()]
+                lines += [f"  {vars(peer)}" for peer in member.shipping.peers.values()]
         return "\n".join(lines)
 
     async def close(self) -> None:
