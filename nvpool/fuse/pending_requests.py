@@ -48,7 +48,7 @@ ONLY_LOOKS = frozenset(
 )
 """Requests that change nothing. When the mount is gone, they are not waited for."""
 
-_SIGKILL_BIT = 1 << 8
+SIGKILL_BIT = 1 << 8
 
 Answer = Callable[[int, Any], None]
 """Sends the reply: called with the number of the request and the result."""
@@ -64,7 +64,7 @@ def is_dying(pid: int, *, exiting: bool = False) -> bool:
             for line in file:
                 if (
                     line.startswith((b"SigPnd:", b"ShdPnd:")[: 1 + exiting])
-                    and int(line[7:], 16) & _SIGKILL_BIT
+                    and int(line[7:], 16) & SIGKILL_BIT
                 ):
                     return True
                 if line.startswith(b"ShdPnd:"):

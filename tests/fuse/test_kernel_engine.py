@@ -21,7 +21,7 @@ from nvpool.fuse.kernel import connection as kernel_connection
 from nvpool.fuse.kernel.connection import FLAGS, KernelEngine
 from nvpool.fuse.mount_point import MountOptions
 from nvpool.fuse.ops.operations import FuseOps, FuseOptions
-from nvpool.fuse.pending_requests import _SIGKILL_BIT, IN_WORK_MAX, is_dying
+from nvpool.fuse.pending_requests import IN_WORK_MAX, SIGKILL_BIT, is_dying
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Init, Op, Opening
 from nvpool.fuse.protocol.requests import FORMS, FuseRequest
@@ -765,4 +765,4 @@ def test_request_pages_are_those_of_the_running_kernel():
 
 
 def test_sigkill_is_the_signal_that_is_checked():
-    assert 1 << signal.SIGKILL - 1 == _SIGKILL_BIT
+    assert 1 << signal.SIGKILL - 1 == SIGKILL_BIT

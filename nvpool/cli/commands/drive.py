@@ -356,7 +356,7 @@ def _end(
         print_json(result)
 
 
-def _name(drive: str) -> str:
+def drive_name(drive: str) -> str:
     """Return the number or absolute path of a drive. The pool itself refuses a word that is no path here."""
     return (
         drive
@@ -388,7 +388,7 @@ def drain(pool: str, drive: str, cancel: bool, wait: bool, as_json: bool) -> Non
     """
     from nvpool.cli.pool_connection import change
 
-    result = asyncio.run(change(pool, "drive-drain", {"drive": _name(drive), "cancel": cancel}))
+    result = asyncio.run(change(pool, "drive-drain", {"drive": drive_name(drive), "cancel": cancel}))
     if not as_json:
         if cancel:
             click.echo(f"drive {result['drive']} holds its share of the pool again")
@@ -438,7 +438,7 @@ def remove(pool: str, drive: str, lost: bool, give_up: bool, wait: bool, as_json
     from nvpool.cli.pool_connection import change
 
     result = asyncio.run(
-        change(pool, "drive-remove", {"drive": _name(drive), "lost": lost, "give_up": give_up})
+        change(pool, "drive-remove", {"drive": drive_name(drive), "lost": lost, "give_up": give_up})
     )
     if not as_json:
         click.echo(f"drive {result['drive']} is {result['state']}")
@@ -484,7 +484,7 @@ def replace(
             pool,
             "drive-replace",
             {
-                "drive": _name(drive),
+                "drive": drive_name(drive),
                 "path": os.path.abspath(path),
                 "capacity_bytes": size,
                 "force": force,

@@ -201,7 +201,7 @@ def join(
             )
     else:
         _check_pool(where, token_text)
-        _check_member(where, address)
+        check_member(where, address)
     if not no_start:
         there = {
             os.path.realpath(place): one
@@ -244,7 +244,7 @@ def _check_pool(directory: PoolDirectory, token_text: str) -> None:
         )
 
 
-def _check_member(directory: PoolDirectory, address: str) -> None:
+def check_member(directory: PoolDirectory, address: str) -> None:
     """Raise InvalidRequest, with the remedy, if the node of `directory` was removed from the pool.
 
     If the node at `address` does not answer, the function returns without a check. Then the node starts as

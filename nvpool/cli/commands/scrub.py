@@ -178,10 +178,10 @@ def _order(
     pool: str, order: str, drive: str | None, target: int | None, as_json: bool, quiet: bool = False
 ) -> dict[str, Any]:
     """Send the order to the targets, and return the reply, which is printed unless `quiet`."""
-    from nvpool.cli.commands.drive import _name
+    from nvpool.cli.commands.drive import drive_name
     from nvpool.cli.pool_connection import change
 
-    arguments = {"order": order, "drive": _name(drive) if drive else "", "target": target or 0}
+    arguments = {"order": order, "drive": drive_name(drive) if drive else "", "target": target or 0}
     result = asyncio.run(change(pool, "scrub", arguments))
     if not quiet and as_json:
         print_json(result)

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from nvpool.cli import pool_connection
-from nvpool.cli.commands.node import _check_member, join
+from nvpool.cli.commands.node import check_member, join
 from nvpool.core.errors import InvalidRequest, StaleIdentity, Unreachable
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.poolmap.model import Node, encode_map
@@ -65,7 +65,7 @@ def test_removed_node_gets_the_remedy_and_keeps_its_token(directory, answers, an
     with pytest.raises(
         InvalidRequest, match=f"(?s)removed from this pool.*nvpool pool destroy {directory.path}.*not used"
     ):
-        _check_member(directory, "10.0.0.1:17512")
+        check_member(directory, "10.0.0.1:17512")
 
 
 def test_client_directory_is_refused_as_a_node(tmp_path):
@@ -74,7 +74,7 @@ def test_client_directory_is_refused_as_a_node(tmp_path):
     with pytest.raises(
         InvalidRequest, match="a client's directory of this pool, no node's; name another one with --dir"
     ):
-        _check_member(client, "10.0.0.1:17512")
+        check_member(client, "10.0.0.1:17512")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_client_directory_is_refused_as_a_node(tmp_path):
 )
 def test_member_or_possible_member_continues(directory, answers, answer):
     answers.append(answer)
-    _check_member(directory, "stream://10.0.0.1:17512")
+    check_member(directory, "stream://10.0.0.1:17512")
 
 
 def test_invalid_drive_is_refused_before_the_token_is_used(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nvpool.cli.commands.drive import _name
+from nvpool.cli.commands.drive import drive_name
 from nvpool.core.errors import NotFound
 from nvpool.node.admin.drives import find
 from nvpool.testing.contracts.coordinator import first_map
@@ -11,8 +11,11 @@ from nvpool.testing.contracts.coordinator import first_map
 def test_word_that_is_no_path_is_sent_as_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
-    assert (_name("x"), _name("2")) == ("x", "2")
-    assert (_name("there"), _name("no/where")) == (str(tmp_path / "there"), str(tmp_path / "no/where"))
+    assert (drive_name("x"), drive_name("2")) == ("x", "2")
+    assert (drive_name("there"), drive_name("no/where")) == (
+        str(tmp_path / "there"),
+        str(tmp_path / "no/where"),
+    )
 
 
 def test_drive_is_found_by_number_and_path():
