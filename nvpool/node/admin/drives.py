@@ -134,7 +134,7 @@ class Drives:
         make = partial(_make_store, str(self._directory.path), path, capacity_bytes, force, self._node)
         checked = await asyncio.to_thread(make, "check", 0, pool_map)
         if used is not None:
-            check_room(_with_one_more(also(pool_map), self._node, path, checked["capacity_bytes"]), used)
+            check_room(with_one_more(also(pool_map), self._node, path, checked["capacity_bytes"]), used)
         pool_map, drive_id, target_id = await self._take_numbers()
         made = await asyncio.to_thread(make, "store", target_id, pool_map)
         endpoints = endpoints_for(
@@ -584,7 +584,7 @@ def _check_stays(pool_map: PoolMap, node: int) -> None:
         raise InvalidRequest(f"node {node} is being drained; first: nvpool node drain POOL {node} --cancel")
 
 
-def _with_one_more(pool_map: PoolMap, node: int, path: str, capacity_bytes: int) -> PoolMap:
+def with_one_more(pool_map: PoolMap, node: int, path: str, capacity_bytes: int) -> PoolMap:
     """Map with an additional drive that does not exist yet."""
     drive = max((one.id for one in pool_map.drives), default=0) + 1
     target = max((one.id for one in pool_map.targets), default=0) + 1

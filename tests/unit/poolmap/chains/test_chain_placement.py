@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from nvpool.core.errors import InvalidRequest
-from nvpool.node.admin.drives import _with_one_more
+from nvpool.node.admin.drives import with_one_more
 from nvpool.poolmap.chains.placement import Placing, Spread, build_table, usable
 from nvpool.poolmap.chains.rebalance import check_room, given_up, next_steps, standing, taken_back, with_goals
 from nvpool.poolmap.chains.transitions import died, returned, with_desired_state
@@ -228,9 +228,9 @@ def test_drain_is_refused_when_one_target_would_be_full():
 def test_drive_is_not_replaced_by_one_that_is_too_small():
     used = dict.fromkeys((1, 2, 3), int(3.4 * GIB))
     without = with_desired_state(a_pool((4, 4, 4), 1), 1, "remove")
-    check_room(_with_one_more(without, 1, "/new", 4 * GIB), used)
+    check_room(with_one_more(without, 1, "/new", 4 * GIB), used)
     with pytest.raises(InvalidRequest, match="10.2 GiB are stored"):
-        check_room(_with_one_more(without, 1, "/new", GIB), used)
+        check_room(with_one_more(without, 1, "/new", GIB), used)
 
 
 def test_cancelled_drain_leaves_copies_in_place():
