@@ -74,7 +74,7 @@ class _DumpedFile(NamedTuple):
     table: int
 
 
-class _Sample:
+class ContentSample:
     """Sample of up to SAMPLE_MAX files with contents, spread evenly over any number of records."""
 
     def __init__(self) -> None:
@@ -83,6 +83,7 @@ class _Sample:
         self._left = 0
 
     def look(self, lines: bytes) -> None:
+        """Take the records of these lines into account."""
         for line in lines.splitlines():
             self._left -= 1
             if self._left >= 0:
@@ -106,6 +107,7 @@ class _Sample:
                 self._stride = 2 * self._stride + 1
 
     def files(self) -> list[_DumpedFile]:
+        """The files of the sample."""
         return (
             [self._kept[at * len(self._kept) // SAMPLE_MAX] for at in range(SAMPLE_MAX)]
             if len(self._kept) > SAMPLE_MAX
@@ -232,7 +234,7 @@ async def load(client: Client, path: str, on_records: Callable[[int], None] = la
     After the last record the pool serves. Then a check repairs the pool, and the contents of some files are
     looked for. If this call ends before that, `nvpool fsck --repair` does the same check.
     """
-    pool_map, asking, loaded, sample = client.pool_map, AdminCalls(client), Loaded(), _Sample()
+    pool_map, asking, loaded, sample = client.pool_map, AdminCalls(client), Loaded(), ContentSample()
     try:
         with open(path, "rb") as file:  # noqa: ASYNC230
             header = read_header(file)

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
-class _Call(Generic[_Result]):
+class LoopCall(Generic[_Result]):
     """One coroutine on the loop for which one thread waits, by a lock. asyncio.run_coroutine_threadsafe
     takes twice as long (23 µs instead of 13), because its future supports any number of waiting threads."""
 
@@ -102,7 +102,7 @@ class Runtime:
         if self.is_here():
             self._do_later(work)
             return None  # type: ignore[return-value]  # to finalizers, which use no result
-        return _Call(self.loop, work).wait()
+        return LoopCall(self.loop, work).wait()
 
     def is_here(self) -> bool:
         """Whether the calling thread is the loop's thread. Code of the program runs there only in the

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 import nvpool
-from nvpool.sdk.loop_thread import _Call
+from nvpool.sdk.loop_thread import LoopCall
 from nvpool.testing.fakes.unix_socket_pool import UnixSocketPool
 
 
@@ -32,16 +32,16 @@ async def given(value):
 
 
 def test_thread_gets_the_result_or_error_of_its_work(loop):
-    assert _Call(loop, given(7)).wait() == 7
+    assert LoopCall(loop, given(7)).wait() == 7
     with pytest.raises(FileNotFoundError, match="gone"):
-        _Call(loop, given(FileNotFoundError("gone"))).wait()
+        LoopCall(loop, given(FileNotFoundError("gone"))).wait()
     with pytest.raises(concurrent.futures.CancelledError):
-        _Call(loop, given(asyncio.CancelledError())).wait()
+        LoopCall(loop, given(asyncio.CancelledError())).wait()
 
 
 def test_concurrent_threads_get_their_own_results(loop):
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
-        found = list(threads.map(lambda number: _Call(loop, given(number)).wait(), range(500)))
+        found = list(threads.map(lambda number: LoopCall(loop, given(number)).wait(), range(500)))
     assert found == list(range(500))
 
 
@@ -63,7 +63,7 @@ def test_work_whose_thread_is_interrupted_is_cancelled(loop):
     try:
         threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
-            _Call(loop, work()).wait()
+            LoopCall(loop, work()).wait()
         assert ended.wait(10)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -97,4 +97,4 @@ def test_work_for_a_closed_loop_is_refused():
     ended = asyncio.new_event_loop()
     ended.close()
     with pytest.raises(RuntimeError, match="closed"):
-        _Call(ended, given(1)).wait()
+        LoopCall(ended, given(1)).wait()

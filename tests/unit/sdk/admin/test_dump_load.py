@@ -10,7 +10,7 @@ from nvpool.client.state.vfs_types import Caller
 from nvpool.core.checksum import crc32c
 from nvpool.core.ids import ROOT_INODE
 from nvpool.sdk import dump as sdk_dump
-from nvpool.sdk.dump import SAMPLE_MAX, _Sample, dump, load
+from nvpool.sdk.dump import SAMPLE_MAX, ContentSample, dump, load
 from nvpool.sdk.fsck.check import FsckReport, check
 from nvpool.testing.fakes.in_process_pool import InProcessPool, run
 
@@ -127,7 +127,7 @@ def test_contradicting_records_are_repaired_and_reported(tmp_path):
 
 
 def test_sample_is_spread_over_all_files_with_contents():
-    sample, made = _Sample(), 10_000
+    sample, made = ContentSample(), 10_000
     rows = [
         {
             "type": "inode",
