@@ -93,7 +93,7 @@ class MemberOptions:
     callers: Callers = field(default_factory=Callers)
 
 
-class _MemberFastPath:
+class MemberFastPath:
     """Fast path of a primary whose answers need no commit gate: see meta/server/fast_path."""
 
     def __init__(self, member: ShardMember) -> None:
@@ -146,7 +146,7 @@ class ShardMember:
         self._removed = ""
         """Reason why the next process will not find the records of this one."""
         self.handle: Callable[[Call], None] = self._not_yet
-        self.fast_path = _MemberFastPath(self) if IS_COMPILED else None
+        self.fast_path = MemberFastPath(self) if IS_COMPILED else None
 
     @property
     def _shard(self) -> Shard:

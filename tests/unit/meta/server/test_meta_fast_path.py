@@ -18,7 +18,7 @@ from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.server import fast_path as meta_fast_path
 from nvpool.meta.server.service import MetaOptions, MetaService
-from nvpool.meta.server.shard_member import _MemberFastPath as member_fast_path
+from nvpool.meta.server.shard_member import MemberFastPath as member_fast_path
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
 from nvpool.meta.state.transaction import fill_attr
