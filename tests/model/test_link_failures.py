@@ -12,7 +12,7 @@ from nvpool.client.state.vfs_types import Caller
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB
 from nvpool.testing.sim.pool import SimPool
-from nvpool.testing.sim.scenario import _few_chains
+from nvpool.testing.sim.scenario import few_chains
 from nvpool.testing.sim.virtual_time_loop import VirtualLoop
 
 ME = Caller(1000, 1000)
@@ -69,7 +69,7 @@ def test_writes_continue_while_two_nodes_are_cut_apart(ways, etcd):
 
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)
-    with _few_chains():
+    with few_chains():
         try:
             assert not loop.run_until_complete(run())
         finally:

@@ -320,7 +320,7 @@ def simulated(seed: int, **named) -> tuple[list[str], dict[str, int], list[str]]
     """Like `simulate`, with the last events."""
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)
-    with _few_chains():
+    with few_chains():
         try:
             scenario = Scenario(loop, seed, **named)
             problems = loop.run_until_complete(scenario.run())
@@ -332,7 +332,7 @@ def simulated(seed: int, **named) -> tuple[list[str], dict[str, int], list[str]]
 
 
 @contextlib.contextmanager
-def _few_chains() -> Iterator[None]:
+def few_chains() -> Iterator[None]:
     """Use fewer chains: maps of 1,024 chains take half of a simulation's time, and its few chunks do not need
     them."""
     having = [
