@@ -104,11 +104,11 @@ class TransactionCoordinator:
         self._view = view
         self._reads = reads
         self._holds = holds
-        self._peers = peers
+        self.peers = peers
         self._clock = clock
         self._spawn = spawn
         self._number = 0
-        self._active: set[TransactionId] = set()
+        self.active: set[TransactionId] = set()
         self._decisions: dict[TransactionId, Decision] = {}
         self._settling: set[asyncio.Task] = set()
         self.decided = self.begun_again = 0
@@ -125,7 +125,7 @@ class TransactionCoordinator:
                     continue
                 if decision.turn == TURN_HERE:
                     self._holds.take(span, 0, [TURN_KEY])
-                self._start_settling(span, decision)
+                self.start_settling(span, decision)
             first = pairs[-1][0] + b"\0"
 
     # -- up to the decision --------------------------------------------------------------------------------------------
@@ -136,14 +136,14 @@ class TransactionCoordinator:
         span = CrossShardTransaction(
             TransactionId(self._shard, self._incarnation, self._number), self._clock.wall_ns(), identity
         )
-        self._active.add(span.id)
+        self.active.add(span.id)
         return span
 
     def end(self, span: CrossShardTransaction) -> None:
         """End a transaction; if it was not committed, release its locks at all shards that can be reached."""
         if not span.decided:
             self._give_back(span)
-        self._active.discard(span.id)
+        self.active.discard(span.id)
 
     async def decide(self, span: CrossShardTransaction, decide: Decide, request: Any) -> Draft:
         """Draft of the transaction; all records of other shards that it needs are locked.
@@ -257,7 +257,7 @@ class TransactionCoordinator:
         for first, end, limit in what.ranges:
             request.ranges.add(first=first, end=end, limit=limit)
         span.shards.add(shard)
-        reply = await self._peers.ask(shard, wire.META_HOLD, request, pb.HoldReply, HOLD_S)
+        reply = await self.peers.ask(shard, wire.META_HOLD, request, pb.HoldReply, HOLD_S)
         found = {record.key: record.value if record.put else None for record in reply.records}
         span.records.update((key, found[key]) for key in what.keys)
         span.looks.update((key, found[key]) for key in what.looks)
@@ -298,15 +298,15 @@ class TransactionCoordinator:
         if span.shards:
             # The next attempt needs a new id: the message that this attempt is over may arrive after the next
             # locks.
-            self._active.discard(span.id)
+            self.active.discard(span.id)
             self._number += 1
             span.id = TransactionId(self._shard, self._incarnation, self._number)
-            self._active.add(span.id)
+            self.active.add(span.id)
         span.clear()
 
     async def _release_locks_at(self, span: TransactionId, shard: int) -> None:
         try:
-            await self._peers.ask(
+            await self.peers.ask(
                 shard, wire.META_SETTLE, pb.SettleRequest(id=id_message(span)), pb.SettleReply, SETTLE_S
             )
         except NvpoolError as error:
@@ -357,9 +357,10 @@ class TransactionCoordinator:
         for shard in span.shards - decision.effects.keys():
             # this shard has no effects; it only releases its locks
             self._spawn(self._release_locks_at(span.id, shard))
-        self._start_settling(span.id, decision)
+        self.start_settling(span.id, decision)
 
-    def _start_settling(self, span: TransactionId, decision: Decision) -> None:
+    def start_settling(self, span: TransactionId, decision: Decision) -> None:
+        """Report the outcome to all shards of the transaction, in the background until each has answered or left."""
         self._decisions[span] = decision
         task = self._spawn(self._settle_all(span, decision))
         self._settling.add(task)
@@ -383,9 +384,9 @@ class TransactionCoordinator:
         request = pb.SettleRequest(id=id_message(span), decided=True, effects=effect_messages(effects))
         pause_s = PAUSE_S
         # a shard leaves only after it has done its part; its reply was lost
-        while not self._peers.has_left(shard):
+        while not self.peers.has_left(shard):
             try:
-                await self._peers.ask(shard, wire.META_SETTLE, request, pb.SettleReply, SETTLE_S)
+                await self.peers.ask(shard, wire.META_SETTLE, request, pb.SettleReply, SETTLE_S)
                 return
             except NvpoolError as error:
                 _log.log(
@@ -399,7 +400,7 @@ class TransactionCoordinator:
 
     async def outcome(self, span: TransactionId, shard: int) -> pb.OutcomeReply:
         """Outcome of a transaction for `shard`, which has locks for it."""
-        if span in self._active and span not in self._decisions:
+        if span in self.active and span not in self._decisions:
             return pb.OutcomeReply(outcome=pb.OutcomeReply.UNDECIDED)
         await durable(self._kv)
         decision = self._decisions.get(span)

@@ -82,7 +82,7 @@ class Participant:
         self._kv = kv
         self._view = view
         self._reads = reads
-        self._holds = holds
+        self.holds = holds
         self._numbers = numbers
         self._peers = peers
         self._clock = clock
@@ -97,11 +97,11 @@ class Participant:
             for key, raw in pairs:
                 try:
                     order, keys = decode_held(raw)
-                    self._holds.take(id_of_key(key), order, keys).durable = True
+                    self.holds.take(id_of_key(key), order, keys).durable = True
                 except NvpoolError as error:
                     _log.error("a hold is damaged, run fsck: %s", error)
             first = pairs[-1][0] + b"\0"
-        for hold in self._holds.by_span.values():
+        for hold in self.holds.by_span.values():
             hold.since_s -= ASK_AFTER_S
 
     async def hold(self, request: pb.HoldRequest) -> pb.HoldReply:
@@ -126,7 +126,7 @@ class Participant:
         while True:
             self._check(request)
             if (closed := self._closed(request)) is not None and not self._is_waited_for(span):
-                if span in self._holds.by_span:
+                if span in self.holds.by_span:
                     raise Busy("a record of this change is being migrated", retry_after_s=0.01)
                 await until_free(closed)
             elif self._kv.full:
@@ -135,7 +135,7 @@ class Participant:
                 await self._numbers.more()
             elif (
                 other := next(
-                    (hold for key in keys if (hold := self._holds.of(key)) is not None and hold.span != span),
+                    (hold for key in keys if (hold := self.holds.of(key)) is not None and hold.span != span),
                     None,
                 )
             ) is not None:
@@ -150,14 +150,14 @@ class Participant:
             births.append(inode_number(partition, self._view.next_number))
             self._view.next_number += 1
         wanted = keys + [records.inode_key(number) for number in births]
-        known = self._holds.by_span.get(span)
+        known = self.holds.by_span.get(span)
         if known is None or not known.keys.keys() >= set(wanted):
-            hold = self._holds.take(span, request.order, wanted)
+            hold = self.holds.take(span, request.order, wanted)
             try:
                 self._kv.apply([(held_key(span), encode_held(hold.order, list(hold.keys)))], reclaims=True)
             except NvpoolError:
                 if not hold.durable:
-                    self._holds.release(span)
+                    self.holds.release(span)
                 raise
             hold.durable = True
         wait = self._recall(
@@ -227,7 +227,7 @@ class Participant:
         elsewhere is not waited for: a lock that it takes now would be left behind, and its effects would be
         lost.
         """
-        known = self._holds.by_span.get(span)
+        known = self.holds.by_span.get(span)
         return known is not None and any(
             self._reads.closed(partition_of_held(key)) is not None for key in known.keys
         )
@@ -245,7 +245,7 @@ class Participant:
 
         If the locks are gone, this was done before, and nothing happens.
         """
-        hold = self._holds.by_span.get(span)
+        hold = self.holds.by_span.get(span)
         if hold is None or not hold.durable:
             return
         count, view = 0, self._view
@@ -262,13 +262,13 @@ class Participant:
         for key, value in effects:
             if records.kind_of(key) == records.ORPHAN and value is not None:
                 self._orphaned(records.inode_of_key(key))
-        self._holds.release(span)
+        self.holds.release(span)
 
     async def run_once(self) -> None:
         """Ask for the outcome of old locks; each coordinator separately, because some may be silent."""
         now_s = self._clock.boottime_s()
         late: dict[int, list[TransactionId]] = {}
-        for hold in self._holds.by_span.values():
+        for hold in self.holds.by_span.values():
             if hold.durable and now_s - hold.since_s > ASK_AFTER_S:
                 late.setdefault(hold.span.shard, []).append(hold.span)
         await asyncio.gather(*(self._ask(span) for spans in late.values() for span in spans[:ASKED_MAX]))

@@ -287,7 +287,7 @@ def test_refused_transaction_leaves_no_state():
         for _ in range(3):
             with pytest.raises(DirectoryNotEmpty):
                 await vfs.rmdir(names.at[1], name, ME)
-        assert not any(meta.parts.cross_shard.coordinator._active for meta in names.pool.metas.values())
+        assert not any(meta.parts.cross_shard.coordinator.active for meta in names.pool.metas.values())
 
     run(main)
 
@@ -371,7 +371,7 @@ def test_silent_coordinator_does_not_block_other_queries(monkeypatch):
             await participating.hold(pb.HoldRequest(id=id_message(span), order=1, keys=[key]))
         asking = asyncio.create_task(participating.run_once())
         async with asyncio.timeout(60):
-            while spans[-1] in participating._holds.by_span:  # noqa: ASYNC110 (no notification)
+            while spans[-1] in participating.holds.by_span:  # noqa: ASYNC110 (no notification)
                 await asyncio.sleep(0.01)
         assert not asking.done()
         pool.metas[2].routes[wire.META_OUTCOME] = outcome
@@ -393,23 +393,23 @@ def test_removed_member_is_ignored(
     async def main(names: CrossShardNames) -> None:
         await names.quiet()
         pool_map, transaction_service = names.pool.pool_map, names.pool.metas[1].parts.cross_shard
-        peers, participating = transaction_service.coordinator._peers, transaction_service.participant
+        peers, participating = transaction_service.coordinator.peers, transaction_service.participant
         peers.use_map(replace(pool_map, shards=pool_map.shards[:2], shards_given=3))
         gone, new = TransactionId(3, 7, 1), TransactionId(9, 7, 1)
         for number, span in enumerate((gone, new)):
             key = records.inode_key(inode_number(partition_of(names.at[1]), 1000 + number))
             await participating.hold(pb.HoldRequest(id=id_message(span), order=1, keys=[key]))
         notified = TransactionId(1, 7, 1)
-        transaction_service.coordinator._start_settling(
+        transaction_service.coordinator.start_settling(
             notified, Decision(NO_TURN, {3: [(records.inode_key(names.at[3]), None)]})
         )
         async with asyncio.timeout(20):
             await transaction_service.coordinator.wait_settled()
         await participating.run_once()
-        assert gone not in participating._holds.by_span and new in participating._holds.by_span
+        assert gone not in participating.holds.by_span and new in participating.holds.by_span
         peers.use_map(replace(pool_map, shards_given=9))
         await participating.run_once()
-        assert new not in participating._holds.by_span
+        assert new not in participating.holds.by_span
 
     monkeypatch.setattr(participant, "ASK_AFTER_S", 0.0)
     run(main, meta_options=MetaOptions(tick_s=3600.0))
