@@ -27,10 +27,10 @@ class HoldingTransport:
     """Takes the place of a store's transport: holds back its replies."""
 
     def __init__(self, transport):
-        self._transport, self.held_frames = transport, bytearray()
+        self.transport, self.held_frames = transport, bytearray()
 
     def __getattr__(self, name):
-        return getattr(self._transport, name)
+        return getattr(self.transport, name)
 
     def write(self, content):
         self.held_frames += content
@@ -111,7 +111,7 @@ class Two:
 
     def release(self):
         """Deliver replies again from now on."""
-        replace_transports(self.host, lambda kept: kept._transport)
+        replace_transports(self.host, lambda kept: kept.transport)
 
     async def check_replies(self, asked):
         for kernel, its in zip(self.kernels, asked, strict=True):
