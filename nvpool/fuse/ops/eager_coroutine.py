@@ -66,7 +66,7 @@ class EagerCoroutine:
         if future is None:  # asyncio.sleep(0)
             self.loop.call_soon(self._go_on)
         else:
-            future._asyncio_future_blocking = False
+            future._asyncio_future_blocking = False  # noqa: SLF001 (part of the protocol between tasks and futures)
             self._future = future
             future.add_done_callback(self._go_on)
         if self._cancel_next and future is not None and future.cancel():

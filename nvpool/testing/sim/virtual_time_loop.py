@@ -104,7 +104,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         when = max(when, self._passed_s + _SOON_S)
         timer = _TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._scheduled, timer)
-        timer._scheduled = True
+        timer._scheduled = True  # noqa: SLF001 (asyncio's loop sets it on its own timers)
         return timer
 
     def call_soon(self, callback, *args, context=None):

@@ -18,7 +18,7 @@ from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.server import fast_path as meta_fast_path
 from nvpool.meta.server.service import MetaOptions, MetaService
-from nvpool.meta.server.shard_member import MemberFastPath as member_fast_path
+from nvpool.meta.server.shard_member import MemberFastPath
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
 from nvpool.meta.state.transaction import fill_attr
@@ -871,7 +871,7 @@ async def test_member_uses_the_fast_path_only_as_ungated_primary(bench):
     frame = pack_head(REQUEST, LOOKUP, 7, 1000, look, 0)
 
     def taken():
-        return member_fast_path(member).answer(
+        return MemberFastPath(member).answer(
             bytearray(frame), len(frame), {}, bench.stats, [], bench.ordinary
         )
 
