@@ -36,22 +36,19 @@ log = logging.getLogger(__name__)
 
 
 class PartitionCleanup:
-    """Partitions that have left this shard and are not removed yet."""
+    """Removes partitions that have left this shard: those in `gone` of PartitionOwnership."""
 
     def __init__(self, inside: ShardContext) -> None:
         self._inside = inside
+        self._gone = inside.ranges.gone
         self._unmarked: set[int] = set()
-        self._gone: set[int] = set()
+        """Those of `_gone` that are not recorded as such. No record of them may be removed yet."""
         self._epoch = 0
-
-    def partitions(self) -> set[int]:
-        """Partitions that another shard owns and that are not removed here yet."""
-        return self._gone | self._unmarked
 
     @property
     def waiting(self) -> int:
         """Number of partitions that may have records left."""
-        return len(self._gone) + len(self._unmarked)
+        return len(self._gone)
 
     def begin(self, pool_map: PoolMap, kept: Collection[int]) -> None:
         """Find at a start the partitions that are here and not ours by the map.
@@ -75,9 +72,10 @@ class PartitionCleanup:
             and partition not in kept
             and kv.scan(records.prefix(partition, 0), records.prefix(partition + 1, 0), 1)
         }
-        self._gone = marked - set(kept)
         self._unmarked = there - marked
-        self._inside.ranges.set_foreign(self._gone | self._unmarked, True)
+        self._gone.clear()
+        self._gone.update(marked - set(kept), self._unmarked)
+        self._inside.ranges.set_foreign(self._gone, True)
 
     def forget(self, pool_map: PoolMap, partitions: Collection[int]) -> None:
         """Forget partitions that this map gives to another shard.
@@ -87,6 +85,7 @@ class PartitionCleanup:
         inside = self._inside
         inside.ranges.set_foreign(partitions, True)
         self._unmarked.update(partitions)
+        self._gone.update(partitions)
         self._epoch = max(self._epoch, pool_map.epoch)
         gone = frozenset(partitions)
         inside.collector.forget(gone)
@@ -98,10 +97,10 @@ class PartitionCleanup:
     async def run_once(self) -> int:
         """Remove the records of partitions that have left; return how many. Waits for the engine only."""
         removed = 0
-        while self._unmarked or self._gone:
+        while self._gone:
             if self._unmarked:
                 await self.mark_partitions()
-            partition = next(iter(self._gone), None)
+            partition = next(iter(self._gone - self._unmarked), None)
             if partition is not None:
                 removed += await self.remove(partition)
         return removed
@@ -118,7 +117,6 @@ class PartitionCleanup:
             ],
             reclaims=True,
         )
-        self._gone |= self._unmarked
         self._unmarked = set()
 
     async def remove(self, partition: int) -> int:
@@ -128,7 +126,7 @@ class PartitionCleanup:
         inside, removed = self._inside, 0
         kv = inside.kv
         first, end = records.prefix(partition, 0), records.prefix(partition + 1, 0)
-        while partition in self._gone:
+        while partition in self._gone and partition not in self._unmarked:
             if kv.full:
                 await kv.room()
                 continue  # another task may have removed the partition, and it may be arriving again

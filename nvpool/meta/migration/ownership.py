@@ -37,7 +37,7 @@ class _ClosedPartitions(Hold):
 class PartitionOwnership:
     """`get`, `get_many` and `scan` are the engine's reads for requests.
 
-    They may be replaced at each `changed`.
+    They may be replaced; after that each listener in `changed` is called.
     """
 
     def __init__(self, kv: Kv, view: View) -> None:
@@ -46,10 +46,10 @@ class PartitionOwnership:
         self._closed: dict[int, _ClosedPartitions] = {}
         self.foreign: set[int] = set()
         """Partitions whose records are here but not ours: arriving, or left."""
-        self.gone: Callable[[], Collection[int]] = tuple
-        """Those of `foreign` whose inodes are counted as ours until they are removed."""
+        self.gone: set[int] = set()
+        """Those of `foreign` that have left and are not removed yet; until then their inodes count as ours."""
         self.get, self.get_many, self.scan = kv.get, kv.get_many, kv.scan
-        self.changed: Callable[[], None] = lambda: None
+        self.changed: list[Callable[[], None]] = []
         view.serves, view.snapshot, view.check_partition = self.serves, self.snapshot, self.check_partition
 
     def check(self, key: bytes) -> None:
@@ -89,7 +89,7 @@ class PartitionOwnership:
         ]
 
     def snapshot(self) -> OurSnapshot:
-        return OurSnapshot(self._kv.snapshot(), frozenset(self.foreign), frozenset(self.gone()))
+        return OurSnapshot(self._kv.snapshot(), frozenset(self.foreign), frozenset(self.gone))
 
     def close(self, partitions: Collection[int]) -> None:
         """Stop all reads and changes of the partitions until `open`."""
@@ -118,7 +118,8 @@ class PartitionOwnership:
             self.get, self.get_many, self.scan = self._get, self._get_many, self._scan
         else:
             self.get, self.get_many, self.scan = kv.get, kv.get_many, kv.scan
-        self.changed()
+        for listener in self.changed:
+            listener()
 
     def _get(self, key: bytes) -> bytes | None:
         self.check(key)

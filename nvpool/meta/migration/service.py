@@ -53,7 +53,6 @@ class MigrationService:
         self._waits = waits
         self._map: PoolMap | None = None
         self._leaving = PartitionCleanup(inside)
-        inside.ranges.gone = self._leaving.partitions
         self.destination = MigrationDestination(inside, self._leaving)
         self.source = MigrationSource(
             inside, self._leaving, send=self._send, ask_moved=self._ask_moved, term=term

@@ -219,7 +219,6 @@ class MetaService:
             lambda identity, inodes: watches.recall(sessions.number_of(identity), inodes),
             collector.add,
         )
-        ranges.changed = cross_shard.holds.look_through
         if status.pool_map is not None:
             cross_shard.use_map(status.pool_map)
         self.parts = ShardParts(

@@ -79,6 +79,8 @@ class RecordReads(Protocol):
     get: Callable[[bytes], bytes | None]
     get_many: Callable[[list[bytes]], list[bytes | None]]
     scan: Callable[[bytes, bytes, int], list[tuple[bytes, bytes]]]
+    changed: list[Callable[[], None]]
+    """Listeners that are called after one of these functions was replaced."""
 
     def check_partition(self, partition: int) -> None:
         """Held, WrongShard, Unavailable: as for a read of a record of the partition."""
@@ -91,15 +93,13 @@ class Holds:
     """All record locks of a shard."""
 
     def __init__(self, kv: RecordReads, view: View, clock: Callable[[], float]) -> None:
-        """`kv` serves reads of records that are not locked.
-
-        After a change of its `get`, `get_many` or `scan` call `look_through`.
-        """
+        """`kv` serves reads of records that are not locked. Its changes are followed."""
         self._kv = kv
         self._view = view
         self._now_s = clock
         self.by_span: dict[TransactionId, Hold] = {}
         self._by_key: dict[bytes, Hold] = {}
+        kv.changed.append(self.look_through)
 
     def of(self, key: bytes) -> Hold | None:
         return self._by_key.get(key)

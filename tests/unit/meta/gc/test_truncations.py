@@ -102,7 +102,6 @@ def test_hole_ends_in_closed_partitions_and_locked_records():
         kv.apply([(inode_key(5), encode_inode(Inode(5, 0o100644, size=1 << 20, blocks=8)))])
         ranges = PartitionOwnership(kv, view)
         holds = Holds(ranges, view, clock.boottime_s)
-        ranges.changed = holds.look_through
         ranges.close((0,))
         holds.take(TransactionId(2, 1, 1), 1, [inode_key(5)])
         cuts = Truncations(kv, view, fakes.targets, asyncio.ensure_future)
