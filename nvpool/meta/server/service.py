@@ -110,7 +110,7 @@ class MetaService:
         self.status = ServiceStatus()
         # last check of the leases; if long ago, this process stood still and heard no client
         self._looked_s = clock.boottime_s()
-        self._sessions = Sessions(kv, options.session_lease_s, shard, options)
+        self._sessions = Sessions(kv, options.session_lease_s, shard, options, on_free=self._inode_freed)
         self._users = LocalUsers(self._sessions)
         self._numbers = Numbers(kv)
         self._runs = AdminJobs(clock)
@@ -199,7 +199,6 @@ class MetaService:
             self._options.linger_s,
             lambda inode: inode in sessions.holders or inode in lock_table.files,
         )
-        sessions.on_free = collector.closed
         if status.pool_map is not None:
             view.use_map(status.pool_map)
         ranges = PartitionOwnership(self._kv, view)
@@ -250,6 +249,10 @@ class MetaService:
         self._make_handlers(self.parts)
         status.incarnation = incarnation
         return identity
+
+    def _inode_freed(self, inode: int) -> None:
+        """Called by the sessions, which outlive the collector: a load makes all parts again."""
+        self.parts.collector.closed(inode)
 
     def _make_handlers(self, parts: ShardParts) -> None:
         def handle(call: Call) -> None:

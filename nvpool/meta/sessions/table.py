@@ -164,7 +164,16 @@ class Session:
 class Sessions:
     """All sessions of a shard, and the count of handles on each open inode."""
 
-    def __init__(self, kv: Kv, lease_s: float, shard: int = 1, options: MetaOptions = MetaOptions()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        kv: Kv,
+        lease_s: float,
+        shard: int = 1,
+        options: MetaOptions = MetaOptions(),  # noqa: B008 (immutable)
+        *,
+        on_free: Callable[[int], None] = lambda inode: None,
+    ) -> None:
+        """`on_free` is called with an inode that no session has open any longer."""
         self._kv = kv
         self._options = options
         self._of_peers: dict[str, int] = {}
@@ -176,8 +185,7 @@ class Sessions:
         self._by_identity: dict[int, int] = {}
         self.restored: frozenset[int] = frozenset()
         """Sessions that were loaded at the start of this process: what they had open is not known here."""
-        self.on_free: Callable[[int], None] = lambda inode: None
-        """Called with an inode that no session has open any longer."""
+        self.on_free = on_free
 
     def load(self, now_s: float) -> None:
         """Load the stored sessions; an unreadable record is left to fsck."""

@@ -153,10 +153,9 @@ def test_file_opened_by_a_late_reply_is_not_given_up():
 
 
 def test_only_opens_with_the_same_count_are_given_up():
-    sessions = Sessions(None, 60.0)
-    session = Session(1, SessionRecord(b"s" * 16, 0, "client", False, 0), 60.0)
     freed = []
-    sessions.on_free = freed.append
+    sessions = Sessions(None, 60.0, on_free=freed.append)
+    session = Session(1, SessionRecord(b"s" * 16, 0, "client", False, 0), 60.0)
     for inode in (5, 5, 6, 7):
         sessions.open(session, inode)
     assert handles_of(sessions.held(session, ())) == {5: 2, 6: 1, 7: 1}
@@ -180,10 +179,9 @@ def test_only_opens_with_the_same_count_are_given_up():
 
 
 def test_handles_of_one_inode_are_given_up_in_one_step():
-    sessions = Sessions(None, 60.0)
-    session = Session(1, SessionRecord(b"s" * 16, 0, "client", False, 0), 60.0)
     freed = []
-    sessions.on_free = freed.append
+    sessions = Sessions(None, 60.0, on_free=freed.append)
+    session = Session(1, SessionRecord(b"s" * 16, 0, "client", False, 0), 60.0)
     sessions.open(session, 5)
     session.opens[5] = 10**12
     sessions.give_up_all(session, {5: 10**12})
