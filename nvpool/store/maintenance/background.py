@@ -17,6 +17,7 @@ from nvpool.store.chunks.api import ChunkStore
 from nvpool.store.maintenance.orphan_chunks import OrphanChunks
 from nvpool.store.maintenance.repair import Repair
 from nvpool.store.maintenance.scrub_schedule import INTERVAL_S, SCRUB_BYTES_PER_S, ScrubSchedule
+from nvpool.store.replication.chain_writes import ReplicaRepairs
 from nvpool.store.replication.peer_connections import PeerDialer
 from nvpool.store.replication.resync import Resync
 from nvpool.store.replication.transfer_client import OtherTargets
@@ -58,6 +59,7 @@ class BackgroundWork:
             store, target, clock, self.throttle, on_fail, is_caught_up=is_caught_up
         )
         self.repair = Repair(store, target, self.others, clock, self.throttle, on_fail)
+        self.replica_repairs = ReplicaRepairs(self.resync.pull, self.repair.mended, self.repair.rebuilt)
         self.rounds = ScrubSchedule(
             store,
             target,

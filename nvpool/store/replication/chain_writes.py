@@ -21,6 +21,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from typing import NamedTuple
 
 from nvpool.core import errors
 from nvpool.core.clock import Clock
@@ -116,14 +117,22 @@ class Pending:
         self.sending: PendingForward | None = None
 
 
+class ReplicaRepairs(NamedTuple):
+    """Repairs of a chunk here from other members, for a write that meets a difference or damage."""
+
+    fetch: Callable[[int, int, int, int], Awaitable[object]]
+    """fetch(table, inode, index, target) makes the chunk here equal to that target's chunk."""
+    mend: Callable[[int, int, int], Awaitable[bool]]
+    """mend(inode, index, block) rewrites a damaged block; returns whether that worked."""
+    rebuild: Callable[[int, int, int], Awaitable[bool]]
+    """rebuild(inode, index, table) does the same for an unreadable chunk."""
+
+
 class ChainWrites:
     """Writes of this target to replicated chunks.
 
     * `place_of(table, inode, index)` returns the position of this target in the chunk's chain.
     * `ask_map` requests a newer pool map, now or soon.
-    * `fetch(table, inode, index, target)` makes the chunk here equal to that target's chunk.
-    * `mend(inode, index, block)` rewrites a damaged block from another member; returns whether that worked.
-    * `rebuild(inode, index, table)` does the same for an unreadable chunk.
     """
 
     def __init__(
@@ -132,6 +141,7 @@ class ChainWrites:
         target: int,
         peers: ReplicaPeers,
         clock: Clock,
+        repairs: ReplicaRepairs,
         *,
         place_of: Callable[[int, int, int], ChainPosition | None],
         ask_map: Callable[[], None],
@@ -142,9 +152,7 @@ class ChainWrites:
         self._clock = clock
         self._place_of = place_of
         self._ask_map = ask_map
-        self.fetch: Callable[[int, int, int, int], Awaitable[None]] | None = None
-        self.mend: Callable[[int, int, int], Awaitable[bool]] | None = None
-        self.rebuild: Callable[[int, int, int], Awaitable[bool]] | None = None
+        self._repairs = repairs
         self._rebuilding: dict[Name, asyncio.Task[bool]] = {}
         self.pending: dict[Name, Pending] = {}
         self._turns: dict[Name, deque[asyncio.Future]] = {}
@@ -364,7 +372,7 @@ class ChainWrites:
                     write.inode, write.index, write.offset, write.buffer, write.checksums, write.cipher
                 )
             except ChecksumMismatch as error:
-                if error.damaged is None or self.mend is None or not await self.mend(*error.damaged):
+                if error.damaged is None or not await self._repairs.mend(*error.damaged):
                     raise
         return await self._store.prepare(
             write.inode, write.index, write.offset, write.buffer, write.checksums, write.cipher
@@ -381,7 +389,7 @@ class ChainWrites:
         return task
 
     async def _rebuild(self, write: Write) -> bool:
-        return self.rebuild is not None and await self.rebuild(write.inode, write.index, write.table)
+        return await self._repairs.rebuild(write.inode, write.index, write.table)
 
     def _end(self, pending: Pending, outcome: int | Exception) -> None:
         if self.pending.get(pending.write.name) is pending:
@@ -395,9 +403,7 @@ class ChainWrites:
     async def _in_line(self, pending: Pending, source: int) -> None:
         """Fetch the chunk from the predecessor: the write builds on its version."""
         write = pending.write
-        if self.fetch is None:
-            raise Busy("this target has another version of the chunk")
-        await self.fetch(write.table, write.inode, write.index, source)
+        await self._repairs.fetch(write.table, write.inode, write.index, source)
         self.counters["fetched"] += 1
         found = self._store.held(write.inode, write.index).version
         if found != pending.base:

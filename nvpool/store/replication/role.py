@@ -20,7 +20,7 @@ from nvpool.poolmap.model import PoolMap
 from nvpool.security.volume_keys import VolumeKey
 from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks.api import ChunkStore, Placed
-from nvpool.store.replication.chain_writes import ChainWrites, Pending
+from nvpool.store.replication.chain_writes import ChainWrites, Pending, ReplicaRepairs
 from nvpool.store.replication.lost_blocks import LostBlocks
 from nvpool.store.replication.peer_connections import PeerDialer, ReplicaPeers, Write
 
@@ -28,7 +28,8 @@ from nvpool.store.replication.peer_connections import PeerDialer, ReplicaPeers, 
 class Replica:
     """Role of this target in its chains.
 
-    `dialer` None: other targets cannot be reached, so this target does not write chunks that they hold too.
+    Without `dialer` and `repairs` other targets cannot be reached, so this target does not write chunks that they
+    hold too.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Replica:
         secret: bytes,
         *,
         dialer: PeerDialer | None = None,
+        repairs: ReplicaRepairs | None = None,
         ask_map: Callable[[], None] = lambda: None,
     ):
         self._store = store
@@ -52,12 +54,13 @@ class Replica:
         self.shares = False
         """Whether any chain of this target has another member."""
         self.losing = LostBlocks(store, target)
-        self.peers = None if dialer is None else ReplicaPeers(target, dialer, clock, secret)
-        self.writes: ChainWrites | None = (
-            None
-            if self.peers is None
-            else ChainWrites(store, target, self.peers, clock, place_of=self.place, ask_map=ask_map)
-        )
+        self.peers: ReplicaPeers | None = None
+        self.writes: ChainWrites | None = None
+        if dialer is not None and repairs is not None:
+            self.peers = ReplicaPeers(target, dialer, clock, secret)
+            self.writes = ChainWrites(
+                store, target, self.peers, clock, repairs, place_of=self.place, ask_map=ask_map
+            )
         self.pending: dict[tuple[int, int], Pending] = {} if self.writes is None else self.writes.pending
         """Chunks with an undecided write."""
 

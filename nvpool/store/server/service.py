@@ -151,18 +151,6 @@ class StoreService:
         self._draining = False
         self._handover_path, self._handover_group = handover_path, handover_group
         self.handover: Handover | None = None
-        self.replica = Replica(
-            store, target, clock, grant_secret, dialer=dialer, ask_map=refresh_map or (lambda: None)
-        )
-        self.transfer_server = giving = TransferServer(
-            store,
-            self.replica,
-            target,
-            parse=self._parse,
-            authority=self._authority,
-            later=self._later,
-            busy=lambda: self.waiting,
-        )
         self.serving_lease = serving_lease or ServingLease(
             target, clock, store.location_leases, until_s=math.inf
         )
@@ -183,9 +171,24 @@ class StoreService:
                 is_caught_up=lambda: self.serving_lease.is_caught_up,
             )
         )
-        if self.upkeep is not None and self.replica.writes is not None:
-            writes, repair = self.replica.writes, self.upkeep.repair
-            writes.fetch, writes.mend, writes.rebuild = self.upkeep.resync.pull, repair.mended, repair.rebuilt
+        self.replica = Replica(
+            store,
+            target,
+            clock,
+            grant_secret,
+            dialer=dialer,
+            repairs=None if self.upkeep is None else self.upkeep.replica_repairs,
+            ask_map=refresh_map or (lambda: None),
+        )
+        self.transfer_server = giving = TransferServer(
+            store,
+            self.replica,
+            target,
+            parse=self._parse,
+            authority=self._authority,
+            later=self._later,
+            busy=lambda: self.waiting,
+        )
         orders = StoreAdminHandlers(
             store,
             self.upkeep,
