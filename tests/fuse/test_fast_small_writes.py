@@ -334,8 +334,8 @@ async def test_refusal_of_an_old_session_keeps_the_new_one(kernel):
     assert (await kernel.receive())[:2] == (asked[0], 0)
     second, count, lost = meta.session_of(1), meta.counters["sessions"], []
     assert second not in (0, first)
-    meta.on_lost, before = lambda shard: lost.append(shard), meta.on_lost
+    meta.events.session_lost.append(lost.append)
     connection.answered(numbers[1], *refusal)
     assert (await kernel.receive())[:2] == (asked[1], 0)
     assert (meta.session_of(1), meta.counters["sessions"], lost) == (second, count, [])
-    meta.on_lost = before
+    meta.events.session_lost.remove(lost.append)

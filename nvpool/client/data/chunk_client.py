@@ -16,7 +16,7 @@ import asyncio
 import logging
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from nvpool.client.data.data_loss_check import DataLossCheck
@@ -36,6 +36,7 @@ from nvpool.client.data.unstable_writes import PATIENCE_S, StoreCommit, Stored, 
 from nvpool.client.data.volume_key_cache import VolumeKeys
 from nvpool.client.data.write_fast_path import SubmittedWrite
 from nvpool.client.rpc.backoff import at_the_deadline, pause, reason_of, until_known
+from nvpool.client.state.client_events import ClientEvents
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.pool_map_cache import PoolView
@@ -100,7 +101,9 @@ _LANES_PER_FILE = 65536
 class ChunkClient:
     """The client of the stores.
 
-    `renew(file, rights)` fetches a new grant and attributes for an open inode.
+    `renew(file, rights)` fetches a new grant and attributes for an open inode. `open_files` returns the open
+    inodes. `path_text` is the log text about the path of a damaged file, printed behind its inode; see
+    KnownPaths.log_text.
     """
 
     def __init__(
@@ -109,9 +112,12 @@ class ChunkClient:
         dialer,
         options: ClientOptions,
         clock: Clock,
+        events: ClientEvents,
         *,
         renew: Callable[[OpenInode, int], Awaitable[None]],
         keys: VolumeKeys,
+        open_files: Callable[[], Iterable[OpenInode]],
+        path_text: Callable[[int], str],
     ):
         self.view = view
         self.dialer = dialer
@@ -136,11 +142,17 @@ class ChunkClient:
         self.short = ShortCircuitReads(
             dialer, options, clock, epoch=lambda: self.epoch, find_lane=self.find_lane
         )
-        self.map_changed_files: Callable[[], None] = lambda: None
-        self.path_text: Callable[[int], str] = lambda inode: ""
-        """The log text about the path of a damaged file, printed behind its inode. See KnownPaths.log_text."""
+        self._open_files = open_files
+        self._path_text = path_text
         self.counters = {"reads": 0, "messages": 0, "writes": 0, "repeats": 0, "mismatches": 0}
         view.changed.append(self._map_changed)
+        events.file_changed.append(self.short.forget)
+
+    def _forget_lanes(self) -> None:
+        """Drop the target queues and locations that files have chosen."""
+        for file in self._open_files():
+            file.lanes.clear()
+            self.short.forget(file)
 
     def _map_changed(self, pool_map) -> None:
         self.epoch = pool_map.epoch
@@ -149,7 +161,7 @@ class ChunkClient:
             target = pool_map.target_by_id.get(lane.target)
             if target is not None:
                 lane.endpoints, lane.distance = target.endpoints, self.replicas.distance(target)
-        self.map_changed_files()
+        self._forget_lanes()
 
     async def close(self) -> None:
         for task in list(self._tasks):
@@ -435,11 +447,11 @@ class ChunkClient:
 
     def _is_late(self, lane: ReadQueue) -> None:
         if self.replicas.failed(lane):
-            self.map_changed_files()  # drop the target queues that files chose while this target answered
+            self._forget_lanes()  # the files chose their queues while this target answered
 
     def _look_for_slow(self) -> None:
         if self.replicas.shun_slow(self.lanes.values()):
-            self.map_changed_files()
+            self._forget_lanes()
 
     def _all_again(self, jobs: list[Read], error: BaseException, lane: ReadQueue) -> None:
         if (
@@ -469,7 +481,7 @@ class ChunkClient:
                     "target %s has no good bytes of inode %d%s, chunk %d, offset %d (%d bytes)",
                     ", ".join(map(str, targets)) or "?",
                     job.file.inode,
-                    self.path_text(job.file.inode),
+                    self._path_text(job.file.inode),
                     job.index,
                     job.offset,
                     job.length,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from nvpool.client.rpc.backoff import at_the_deadline, pause, reason_of
 from nvpool.client.rpc.change_fast_path import OnEnd, SentChange, SubmittedChange
@@ -23,6 +23,7 @@ from nvpool.client.rpc.partition_migration import PartitionOwners
 from nvpool.client.rpc.primary_connections import PrimaryConnections
 from nvpool.client.rpc.shard_session import ShardSession
 from nvpool.client.rpc.slot_journal import PendingSlot, SlotJournal, asking
+from nvpool.client.state.client_events import ClientEvents
 from nvpool.client.state.leases import WATCH_SHARE, Leases
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
@@ -65,6 +66,7 @@ class MetaClient(DeferredClose):
         dialer,
         options: ClientOptions,
         clock: Clock,
+        events: ClientEvents,
         *,
         name: str,
         kept: KeptMemory | None = None,
@@ -79,20 +81,13 @@ class MetaClient(DeferredClose):
         self.shards: dict[int, ShardSession] = {}
         self.closed = False
         self._kept = kept
-        self.once = SlotJournal(kept, self.shards, self._give_back) if kept is not None else None
-        if self.once is not None:
-            self.once.on_given_up = self._give_up
-        self.on_lost: Callable[[int], None] = lambda shard: None
-        """Called when a session, with its locks and opens, has ended, before a new one starts."""
-        self.on_restart: Callable[[int], None] = lambda shard: None
-        """Called when a shard has restarted, before its replies are used again."""
+        self.events = events
+        self.once = (
+            SlotJournal(kept, self.shards, self._give_back, self._give_up) if kept is not None else None
+        )
         # hash of names in striped directories; known with the first session
         self.name_hash: Callable[[int, bytes], bytes] | None = None
         self.leases = Leases(clock, options.cached_entries, lambda inode: self.shard_session(inode).watch)
-        self.ended: Callable[[list[int]], Awaitable[None]] = _nothing
-        """Called with inodes whose leases were recalled because another client is about to change them."""
-        self.on_opens_reported: Callable[[list[int]], None] = lambda inodes: None
-        """Called with inodes whose opens by a lease are now reported to the shard."""
         self.moved = PartitionOwners(self, view.map, self.shards, clock, options.deadline_s, self._state)
         view.changed.append(self.moved.use_map)
         self.counters = {"questions": 0, "changes": 0, "repeats": 0, "sessions": 0, "renewals": 0}
@@ -606,7 +601,7 @@ class MetaClient(DeferredClose):
             self.name_hash = name_hasher(reply.name_key)
         state.secret = reply.secret
         if state.incarnation not in (0, reply.incarnation):
-            self.on_restart(state.shard)
+            self._notify_restart(state.shard)
         state.incarnation = reply.incarnation
         last = list(reply.sequences) or [0] * (reply.slots or SLOTS_PER_SESSION)
         if state.earlier is None:
@@ -660,7 +655,8 @@ class MetaClient(DeferredClose):
                 self.once.lost(state.shard)
             self.leases.end_all(state.watch)
             state.generation += 1
-            self.on_lost(state.shard)
+            for listener in self.events.session_lost:
+                listener(state.shard)
             state.slots.clear()
             state.released.clear()
             state.given_up.clear()
@@ -676,7 +672,8 @@ class MetaClient(DeferredClose):
 
         async def ended(inodes: list[int]) -> None:
             has_unreported = not state.unreported.keys().isdisjoint(inodes)
-            await self.ended(inodes)
+            for listener in self.events.leases_recalled:
+                await listener(inodes)
             if has_unreported:
                 try:
                     await self._report_opens(state)
@@ -744,7 +741,7 @@ class MetaClient(DeferredClose):
             await self.view.refresh()
         if reply.incarnation != state.incarnation:
             state.incarnation = reply.incarnation
-            self.on_restart(state.shard)
+            self._notify_restart(state.shard)
             if not again and state.open:
                 state.unnamed = True
                 await self._renew(state, deadline_s)
@@ -812,7 +809,16 @@ class MetaClient(DeferredClose):
                 if inode in state.open:
                     state.unreported[inode] = state.unreported.get(inode, 0) + count
             raise
-        self.on_opens_reported(list(unreported))
+        self.notify_opens_reported(list(unreported))
+
+    def notify_opens_reported(self, inodes: list[int]) -> None:
+        """Notify the other parts of the client that the shard knows the opens of these inodes now."""
+        for listener in self.events.opens_reported:
+            listener(inodes)
+
+    def _notify_restart(self, shard: int) -> None:
+        for listener in self.events.shard_restarted:
+            listener(shard)
 
     async def close(self, deadline_s: float, *, say_so: bool = True) -> None:
         """End the sessions, as far as shards answer by `deadline_s`.
@@ -837,7 +843,3 @@ class MetaClient(DeferredClose):
             except NvpoolError:
                 pass  # the session expires by itself
             one.session = 0
-
-
-async def _nothing(inodes: list[int]) -> None:
-    pass

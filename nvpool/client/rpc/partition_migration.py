@@ -41,15 +41,14 @@ class SessionOwner(Protocol):
     def once(self) -> SlotJournal | None:
         """Records of changes in the mount state; None without mount state."""
 
-    @property
-    def on_opens_reported(self) -> Callable[[list[int]], None]:
-        """Callback with inodes whose opens by a lease are now reported to the shard."""
-
     async def ensure_session(self, state: ShardSession, deadline_s: float) -> None:
         """Open a session if there is none. On return all open files have been reported in it."""
 
     async def ask_shard(self, shard: int, method: int, request: Any, reply_type: Any) -> Any:
         """Send a query to the shard itself; return the reply."""
+
+    def notify_opens_reported(self, inodes: list[int]) -> None:
+        """Notify the other parts of the client that the shard knows the opens of these inodes now."""
 
     def release_at(self, state: ShardSession, inodes: list[int]) -> None:
         """Report these closes soon and in a batch."""
@@ -142,7 +141,7 @@ class PartitionOwners:
                 await self._meta.ask_shard(
                     state.shard, wire_pb2.META_RENEW_SESSION, request, meta_pb2.RenewSessionReply
                 )
-        self._meta.on_opens_reported(inodes)
+        self._meta.notify_opens_reported(inodes)
 
     async def _say_goodbye(self, state: ShardSession) -> None:
         try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nvpool.shm.mount_state import KeptMemory
 
@@ -46,21 +46,26 @@ class SlotJournal:
     """The record of kernel requests with changes.
 
     `shards`: the metadata client's sessions, by shard. `give_back(session, slot, sequence, generation)` frees
-    a slot.
+    a slot. `given_up(session, slot)` is called with a slot of the previous process whose change is not replayed.
     """
 
-    def __init__(self, memory: KeptMemory, shards: dict, give_back: Callable) -> None:
+    def __init__(
+        self,
+        memory: KeptMemory,
+        shards: dict,
+        give_back: Callable,
+        given_up: Callable[[Any, int], None],
+    ) -> None:
         self._memory = memory
         self._shards = shards
         self._give_back = give_back
+        self._given_up = given_up
         self.held: dict[int, PendingSlot | None] = {}
         """Kernel requests with reserved slots (None: reserved by the previous process).
 
         `answered` must be called when such a request is answered.
         """
         self.early: dict[int, _Early] = {}
-        self.on_given_up: Callable[[object, int], None] = lambda state, slot: None
-        """Called with a session and a slot of the previous process whose change is not replayed."""
 
     def take_over(self, shard: int, number: int) -> dict[int, int]:
         """Adopt the previous process's records. Return slot -> sequence of those that wait for a replay."""
@@ -120,7 +125,7 @@ class SlotJournal:
         self._memory.clear_slot(state.record, early.slot)
         if state.session:
             self._give_back(state, early.slot, early.sequence, state.generation)
-        self.on_given_up(state, early.slot)
+        self._given_up(state, early.slot)
 
     def _over(self, held: PendingSlot) -> None:
         if held.state.generation == held.generation:

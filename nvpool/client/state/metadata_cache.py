@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from itertools import repeat
 
+from nvpool.client.state.client_events import ClientEvents
 from nvpool.client.state.leases import InodeLease, Leases
 from nvpool.client.state.options import ClientOptions
 from nvpool.core import grants
@@ -181,7 +182,7 @@ _RENAMED_MAX = 4096
 class MetadataCache:
     """Attributes, entries and open inodes of one client."""
 
-    def __init__(self, options: ClientOptions, clock: Clock, leases: Leases):
+    def __init__(self, options: ClientOptions, clock: Clock, leases: Leases, events: ClientEvents):
         self.leases = leases
         self.open: dict[int, OpenInode] = {}
         # an attribute value is a raw record of rpc/messages/direntries if it came from a listing
@@ -197,10 +198,7 @@ class MetadataCache:
         self.trusted_from_s = NEVER_S
         self.options = options
         self._clock = clock
-        self.on_change: Callable[[OpenInode], None] = lambda file: None
-        """Called with an open inode before its attributes are replaced by newer ones."""
-        self.on_cut: Callable[[OpenInode], None] = lambda file: None
-        """Called with an open inode that was truncated while it has local writes."""
+        self._events = events
 
     # -- attributes ----------------------------------------------------------------------------------------------------
 
@@ -293,7 +291,7 @@ class MetadataCache:
             if attr.change >= opened.attr.change or opened.unsure:
                 opened.unsure = False
                 if attr.change != opened.attr.change:
-                    self.on_change(opened)
+                    self.notify_changed(opened)
                 if attr.change > opened.attr.change + ours:
                     opened.foreign = True
                 opened.attr = attr
@@ -301,11 +299,17 @@ class MetadataCache:
                 if attr.cut > opened.cut:
                     before, opened.cut, opened.truncated = opened.cut, attr.cut, attr.cut - attr.punches
                     if opened.written is not None and opened.truncated > before:
-                        self.on_cut(opened)
+                        for listener in self._events.file_truncated:
+                            listener(opened)
                     if opened.volume and opened.truncated > before:
                         opened.paid = opened.size
             return
         self._keep(attr, attr.inode, now_s)
+
+    def notify_changed(self, file: OpenInode) -> None:
+        """Notify the other parts of the client that the open inode has changed."""
+        for listener in self._events.file_changed:
+            listener(file)
 
     def put_closed(self, attr: Attr, inode: int) -> Attr:
         """As `put_attr`, for an inode that is not open; return the newest known attributes."""

@@ -15,6 +15,7 @@ from nvpool.client.read.reader import Reader
 from nvpool.client.rpc.inode_attributes import InodeAttributes
 from nvpool.client.rpc.meta_client import MetaClient
 from nvpool.client.state.background_tasks import BackgroundTasks
+from nvpool.client.state.client_events import ClientEvents
 from nvpool.client.state.metadata_cache import MetadataCache
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.pool_map_cache import PoolView
@@ -55,25 +56,30 @@ class ClientParts:
         """
         self.callbacks = FrontEndCallbacks()
         self.tasks = BackgroundTasks()
-        self.meta = MetaClient(view, dialer, options, clock, name=name, kept=kept)
+        self.events = ClientEvents()
+        self.meta = MetaClient(view, dialer, options, clock, self.events, name=name, kept=kept)
         self.leases = self.meta.leases
-        self.cache = MetadataCache(options, clock, self.leases)
+        self.cache = MetadataCache(options, clock, self.leases, self.events)
         self.inodes = InodeAttributes(self.meta, self.cache, view, options, clock, self.tasks)
         self.reports = WriteReports(self.meta, self.cache, self.callbacks)
+        self.paths = KnownPaths(lambda: view.map, dialer, clock)
         self.chunks = ChunkClient(
             view,
             dialer,
             options,
             clock,
+            self.events,
             renew=self.inodes.refresh,
             keys=VolumeKeys(self.meta, self.inodes.volume_of),
+            open_files=self.cache.open.values,
+            path_text=self.paths.log_text,
         )
-        self.paths = KnownPaths(lambda: view.map, dialer, clock)
         self.keeping = CrashJournal(kept) if kept is not None else None
         self.writer = Writer(
             self.chunks,
             options,
             clock,
+            self.events,
             refresh=self.inodes.refresh,
             report=self.reports.report,
             begin_report=self.reports.begin_report,
@@ -92,26 +98,17 @@ class ClientParts:
         self.rooms = QuotaReservations(self.meta, clock)
         self.unreported = UnreportedWrites(self.cache, self.writer, self.rooms)
         view.changed.append(self.rooms.map_changed)
-        # these parts refer to one another, so the later ones cannot be arguments of the earlier ones
-        self.meta.ended = self._leases_ended
-        self.meta.on_opens_reported = self._opens_reported
-        self.meta.on_restart = self._shard_restarted
-        self.chunks.map_changed_files = self._forget_lanes
-        self.chunks.path_text = self.paths.log_text
-        self.cache.on_change = self.chunks.short.forget
-        self.cache.on_cut = self.writer.was_cut
-        self.writer.plain = plain_writes(self)
+        self.events.leases_recalled.append(self._leases_recalled)
+        self.events.opens_reported.append(self._opens_reported)
+        self.events.shard_restarted.append(self._shard_restarted)
+        self.fast_writes = plain_writes(self)
+        """The compiled fast path of client/write/fast_writes, which uses the parts above; None without it."""
 
     def _shard_restarted(self, shard: int) -> None:
         self.cache.reset_inodes(lambda inode: self.meta.shard_of(inode) == shard)
         self.rooms.shard_restarted(shard)
 
-    def _forget_lanes(self) -> None:
-        for file in self.cache.open.values():
-            file.lanes.clear()
-            self.chunks.short.forget(file)
-
-    async def _leases_ended(self, inodes: list[int]) -> None:
+    async def _leases_recalled(self, inodes: list[int]) -> None:
         for inode in inodes:
             self.cache.grow_old(inode)
             file = self.cache.open.get(inode)

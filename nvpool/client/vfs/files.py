@@ -458,6 +458,7 @@ class FileData:
         self._rooms = parts.rooms
         self._inodes = parts.inodes
         self._tasks = parts.tasks
+        self._fast_writes = parts.fast_writes
         self._locks = locks
 
     def is_settled(self, handle: FileHandle) -> bool:
@@ -576,7 +577,7 @@ class FileData:
         False: there was no side effect, and the caller must await `write`. `unique`: the number of the
         kernel's request, if there is one.
         """
-        plain = self._writer.plain
+        plain = self._fast_writes
         if plain is not None and plain.take(handle, offset, buffer, unique):
             return True
         file = handle.file
@@ -699,7 +700,7 @@ class FileData:
             return None
         if file.written is None:
             return True
-        return self._writer.begin_flush(file, on_end, partial(self.flush_writes, handle))
+        return self._writer.begin_flush(file, on_end, partial(self.flush_writes, handle), self._fast_writes)
 
     async def flush_writes(self, handle: FileHandle) -> None:
         """The part of `flush` that stores and reports the file's writes, and raises an error of a write."""

@@ -56,7 +56,6 @@ class Vfs:
         self.complete_dirs = CompleteDirectories(parts, self.stripes)
         self.names = NamespaceOperations(parts, self.stripes, self.complete_dirs, self.lookups)
         self.locks = FileLocks(parts)
-        parts.meta.on_lost = self.locks.session_lost
         self.files = Files(parts, self.stripes, self.lookups, self.names, self.locks)
         self.data = FileData(parts, self.locks)
         self.space = PoolSpace(parts)
@@ -79,6 +78,7 @@ class Vfs:
         self.meta, self.leases, self.cache, self.paths = parts.meta, parts.leases, parts.cache, parts.paths
         self.chunks, self.ranges, self.reader = parts.chunks, parts.ranges, parts.reader
         self.writer, self.keeping, self.rooms = parts.writer, parts.keeping, parts.rooms
+        self.fast_writes = parts.fast_writes
         self.lookup_prefetch = self.lookups.prefetch
         self.ask_all = parts.inodes.ask_all
 

@@ -69,10 +69,7 @@ class OwnedLocks:
 
 
 class FileLocks:
-    """The lock operations, and the granted locks of each owner.
-
-    `session_lost` is called when a session has ended.
-    """
+    """The lock operations, and the granted locks of each owner."""
 
     def __init__(self, parts: ClientParts) -> None:
         self._kept = parts.kept
@@ -89,6 +86,7 @@ class FileLocks:
         """Inode -> number of owners on this client with locks on it."""
         self._background = BackgroundTasks()
         self._turns = LockTurns(parts.meta)
+        parts.events.session_lost.append(self.session_lost)
 
     def is_locked(self, inode: int) -> bool:
         """Whether an owner on this client has locks on the file."""
@@ -297,7 +295,7 @@ class FileLocks:
         foreign, file.foreign = file.foreign, False
         if foreign:
             self._reader.changed(file)
-            self._cache.on_change(file)
+            self._cache.notify_changed(file)
         return foreign
 
     # -- interrupted requests ------------------------------------------------------------------------------------------

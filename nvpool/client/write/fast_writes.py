@@ -35,5 +35,5 @@ class JournaledClient(Protocol):
 
 
 def plain_writes(parts: JournaledClient) -> Any:
-    """The value of Writer.plain for this client. None without a compiled module or without mount state."""
+    """The fast path of this client. None without a compiled module or without mount state."""
     return compiled.FastWrites(parts) if compiled is not None and parts.keeping is not None else None

@@ -66,7 +66,6 @@ class WriteSender:
     _tasks: set[asyncio.Task]
     begun: set[SubmittedWrite]
     unstable: UnstableWrites
-    plain: Any
     _hold: Callable[[DirtyFile, int], None]
     _clip: Callable[[DirtyFile, int], None]
     _give_up: Callable[[DirtyFile, int], None]
@@ -325,9 +324,12 @@ class WriteSender:
             written.stored_bytes += sizes.stored
 
     def begin_flush(
-        self, file: OpenInode, on_end: OnEnd, otherwise: Callable[[], Coroutine]
+        self, file: OpenInode, on_end: OnEnd, otherwise: Callable[[], Coroutine], plain: Any = None
     ) -> CloseFlush | bool | None:
-        """As FileData.begin_flush. `otherwise` makes the coroutine of the slow path."""
+        """As FileData.begin_flush. `otherwise` makes the coroutine of the slow path.
+
+        `plain`: the compiled fast path of client/write/fast_writes, which makes the CloseFlush; None without it.
+        """
         written = file.written
         if (
             written.flushing is not None
@@ -338,8 +340,8 @@ class WriteSender:
         ):
             return None
         flush = (
-            self.plain.flush(written, self.last_number, on_end, otherwise)
-            if self.plain is not None
+            plain.flush(written, self.last_number, on_end, otherwise)
+            if plain is not None
             else CloseFlush(self, written, self.last_number, on_end, otherwise)
         )
         if written.dirty or written.sending:

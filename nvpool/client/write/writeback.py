@@ -19,11 +19,11 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
 from nvpool.client.data.unstable_writes import Stored, UnstableWrites
 from nvpool.client.data.write_fast_path import SubmittedWrite
 from nvpool.client.rpc.slot_journal import asking
+from nvpool.client.state.client_events import ClientEvents
 from nvpool.client.state.dirty_file import DirtyExtent, DirtyFile, Record, copies, kept
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
@@ -55,6 +55,7 @@ class Writer(WriteSender):
         chunks,
         options: ClientOptions,
         clock: Clock,
+        events: ClientEvents,
         *,
         refresh: Callable[[OpenInode, int], Awaitable[None]],
         report: Callable[[OpenInode, int, int, bool, bool], Awaitable[None]],
@@ -77,14 +78,10 @@ class Writer(WriteSender):
         self.stalled: OrderedDict[int, DirtyFile] = OrderedDict()
         self._tasks: set[asyncio.Task] = set()
         self.begun: set[SubmittedWrite] = set()
-        self.plain: Any = None
-        """The compiled fast path of client/write/fast_writes; None without it.
-
-        It accepts the first bytes of small new files, and makes the `CloseFlush` objects.
-        """
         self.unstable = UnstableWrites(
             chunks, keeping.note_unstable if keeping is not None else lambda there_is: None, self._was_lost
         )
+        events.file_truncated.append(self.was_cut)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ cdef class SmallWrites:
     def __init__(self, path, ops, vfs, Py_ssize_t in_work_max):
         requests = path.requests
         self.path, self.requests, self.ops, self.vfs, self.in_work_max = path, requests, ops, vfs, in_work_max
-        self.writer, self.plain, self.owners = vfs.writer, vfs.writer.plain, vfs.locks.owners
+        self.writer, self.plain, self.owners = vfs.writer, vfs.fast_writes, vfs.locks.owners
         self.changes, self.pages, self.file_writes = ops.changes, ops.cached_pages, ops.writes
         self.files, self.paged = ops.files.by_handle, ops.cached_pages.paged
         self.buffer, self.fd = requests.buffer, requests.fd
@@ -161,7 +161,7 @@ cdef class SmallWrites:
             return False
         flushing = PendingFlush.__new__(PendingFlush)
         flushing.writes, flushing.unique, flushing.inode = self, head.unique, file.inode
-        begun = self.writer.begin_flush(file, flushing, partial(self.vfs.data.flush_writes, handle))
+        begun = self.writer.begin_flush(file, flushing, partial(self.vfs.data.flush_writes, handle), self.plain)
         if begun is None:
             return False
         if begun is True:

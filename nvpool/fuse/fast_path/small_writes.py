@@ -55,7 +55,7 @@ class WriteFastPath:
     def start(self) -> None:
         """Take requests from now on, if that is possible here."""
         vfs = self._ops.knows_by
-        if compiled is not None and vfs is not None and vfs.writer.plain is not None:
+        if compiled is not None and vfs is not None and vfs.fast_writes is not None:
             self.compiled = compiled.SmallWrites(self, self._ops, vfs, IN_WORK_MAX)
 
     def on_write(self, count: int) -> None:

@@ -26,11 +26,14 @@ def memory():
     os.close(descriptor)
 
 
-def begin(memory):
-    """A process: (its Once, its session, the slots that are free again)."""
+def begin(memory, given_up=lambda state, slot: None):
+    """A process: (its SlotJournal, its session, the slots that are free again)."""
     session, free = Session(), []
     once = SlotJournal(
-        memory, {7: session}, lambda state, slot, sequence, generation: free.append((slot, sequence))
+        memory,
+        {7: session},
+        lambda state, slot, sequence, generation: free.append((slot, sequence)),
+        given_up,
     )
     session.early = once.take_over(7, 0)
     return once, session, free
@@ -82,9 +85,8 @@ def test_service_is_notified_of_changes_without_a_replay(memory):
     once, session, free = begin(memory)
     for unique, slot in ((1000, 1), (1001, 2), (1002, 3)):
         once.note(0, slot, 40, MKDIR, unique)
-    once, session, free = begin(memory)
     given_up = []
-    once.on_given_up = lambda state, slot: given_up.append((state is session, slot))
+    once, session, free = begin(memory, lambda state, slot: given_up.append((state is session, slot)))
     assert once.slot_of(1001, session, MKDIR) == (2, 40, 1)
     once.all_came_again({1001, 1002})
     assert given_up == [(True, 1)]

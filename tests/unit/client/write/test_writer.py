@@ -9,6 +9,7 @@ import random
 import pytest
 
 from nvpool.client.data.unstable_writes import Stored
+from nvpool.client.state.client_events import ClientEvents
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.write.writeback import Writer
@@ -76,7 +77,12 @@ class Case:
         self.refreshed = 0
         self.report_errors: list[Exception] = []
         self.writer = Writer(
-            self.stores, ClientOptions(**options), SYSTEM_CLOCK, refresh=self.refresh, report=self.report
+            self.stores,
+            ClientOptions(**options),
+            SYSTEM_CLOCK,
+            ClientEvents(),
+            refresh=self.refresh,
+            report=self.report,
         )
         self.file = OpenInode(Attr(inode=5, table=1, chunk_bits=CHUNK_BITS, cut=3))
         self.file.handles = 1

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nvpool.client.state.client_events import ClientEvents
 from nvpool.client.state.leases import Leases, ShardWatch
 from nvpool.client.state.metadata_cache import MetadataCache
 from nvpool.client.state.options import ClientOptions
@@ -96,7 +97,9 @@ class Caches:
         self.clock, self.watch = ManualClock(), ShardWatch()
         self.watch.until_s = float("inf")
         self.leases = Leases(self.clock, cached_entries, lambda inode: self.watch)
-        self.cache = MetadataCache(ClientOptions(cached_entries=cached_entries), self.clock, self.leases)
+        self.cache = MetadataCache(
+            ClientOptions(cached_entries=cached_entries), self.clock, self.leases, ClientEvents()
+        )
 
     def now(self):
         self.clock.advance(1.0)
