@@ -26,8 +26,7 @@ from nvpool.client.state.small_file_cache import SMALL_BYTES
 from nvpool.client.state.vfs_types import Caller, FileHandle
 from nvpool.client.vfs.client_parts import ClientParts
 from nvpool.client.vfs.locks import FileLocks
-from nvpool.client.vfs.namespace import Lookups, NamespaceOperations, check_name, is_name
-from nvpool.client.vfs.striped_dirs import StripedDirectories
+from nvpool.client.vfs.namespace import Lookups, NamespaceOperations, check_name, create_request, is_name
 from nvpool.client.write.append_reservations import open_end
 from nvpool.client.write.sender import CloseFlush
 from nvpool.core.errors import (
@@ -60,20 +59,20 @@ def rights_of(flags: int) -> int:
     return rights
 
 
-def create_request(
+def create_and_open_request(
     parent: int, name: bytes, mode: int, flags: int, caller: Caller, rights: int
 ) -> meta_pb2.CreateRequest:
-    """The request that creates and opens `name`, with the caller's umask applied to `mode`."""
-    masked = caller.masked(mode)
-    return meta_pb2.CreateRequest(
-        parent=parent,
-        name=name,
-        mode=stat.S_IFREG | stat.S_IMODE(mode) ^ masked,
+    """The request that creates and opens a file; without a name it is an unnamed one (O_TMPFILE)."""
+    return create_request(
+        parent,
+        name,
+        stat.S_IFREG | stat.S_IMODE(mode),
+        caller,
         open=True,
         rights=rights,
         exclusive=bool(flags & os.O_EXCL),
-        truncate=bool(flags & os.O_TRUNC),
-        masked=masked,
+        truncate=bool(name and flags & os.O_TRUNC),
+        unnamed=not name,
     )
 
 
@@ -109,7 +108,6 @@ class Files:
     def __init__(
         self,
         parts: ClientParts,
-        stripes: StripedDirectories,
         lookups: Lookups,
         names: NamespaceOperations,
         locks: FileLocks,
@@ -126,7 +124,6 @@ class Files:
         self._rooms = parts.rooms
         self._inodes = parts.inodes
         self._unreported = parts.unreported
-        self._stripes = stripes
         self._lookups = lookups
         self._names = names
         self._locks = locks
@@ -226,7 +223,7 @@ class Files:
             self._reader.changed(cut)
             await self._writer.begin_cut(cut, 0)
         try:
-            request = create_request(parent, name, mode, flags, caller, rights)
+            request = create_and_open_request(parent, name, mode, flags, caller, rights)
             reply, sent_s = await self._names.send_create(request, caller)
             handle = self._opened(reply.entry, flags, sent_s) if not reply.entry.elsewhere else None
         finally:
@@ -245,26 +242,8 @@ class Files:
 
         `link` can give the file a name, unless O_EXCL is set.
         """
-        masked = caller.masked(mode)
-        request = meta_pb2.CreateRequest(
-            parent=parent,
-            mode=stat.S_IFREG | stat.S_IMODE(mode) ^ masked,
-            masked=masked,
-            open=True,
-            rights=rights_of(flags),
-            exclusive=bool(flags & os.O_EXCL),
-            unnamed=True,
-        )
-        sent_s = self._clock.boottime_s()
-        reply = await self._meta.change(
-            parent,
-            wire_pb2.META_CREATE,
-            request,
-            meta_pb2.CreateReply,
-            uid=caller.uid,
-            gid=caller.gid,
-            once=True,
-        )
+        request = create_and_open_request(parent, b"", mode, flags, caller, rights_of(flags))
+        reply, sent_s = await self._names.send_create(request, caller)
         handle = self._opened(reply.entry, flags, sent_s)
         return self._unreported.merged(handle.attr), handle
 
@@ -289,23 +268,16 @@ class Files:
         None: there was no side effect. `unique`: the number of the kernel's request.
         """
         rights = _RIGHTS.get(flags & os.O_ACCMODE)
-        if rights is None or not is_name(name) or not self._stripes.is_together(parent):
+        if rights is None or not is_name(name):
             return None
         if flags & (os.O_TRUNC | os.O_EXCL) == os.O_TRUNC and self.may_be_written(parent, name):
             return None
-        begun = self._meta.begin(
-            parent,
-            wire_pb2.META_CREATE,
-            create_request(parent, name, mode, flags, caller, rights),
-            meta_pb2.CreateReply,
+        return self._names.begin_create(
+            create_and_open_request(parent, name, mode, flags, caller, rights),
+            caller,
+            unique,
             partial(self._made, making, parent, name, mode, flags, caller, self._clock.boottime_s()),
-            uid=caller.uid,
-            gid=caller.gid,
-            unique=unique,
         )
-        if begun is not None:
-            self._cache.forget_entry(parent, name)
-        return begun
 
     def may_be_written(self, parent: int, name: bytes) -> bool:
         """Whether the name may be a file that is open on this client with local writes."""
@@ -327,15 +299,8 @@ class Files:
         making: CreateCallbacks,
     ) -> SubmittedChange:
         """Continue a create that was already sent, as if `begin_create` had sent it."""
-        return self._meta.go_on_with(
-            sent,
-            parent,
-            wire_pb2.META_CREATE,
-            meta_pb2.CreateRequest,
-            meta_pb2.CreateReply,
-            partial(self._made, making, parent, name, mode, flags, caller, sent.sent_s),
-            unique,
-        )
+        on_end = partial(self._made, making, parent, name, mode, flags, caller, sent.sent_s)
+        return self._names.go_on_creating(sent, parent, unique, on_end)
 
     def _made(
         self,

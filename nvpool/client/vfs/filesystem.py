@@ -56,7 +56,7 @@ class Vfs:
         self.complete_dirs = CompleteDirectories(parts, self.stripes)
         self.names = NamespaceOperations(parts, self.stripes, self.complete_dirs, self.lookups)
         self.locks = FileLocks(parts)
-        self.files = Files(parts, self.stripes, self.lookups, self.names, self.locks)
+        self.files = Files(parts, self.lookups, self.names, self.locks)
         self.data = FileData(parts, self.locks)
         self.space = PoolSpace(parts)
         self.attributes = Attributes(parts)

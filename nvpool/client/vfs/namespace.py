@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import stat
 from functools import partial
+from typing import Any
 
-from nvpool.client.rpc.change_fast_path import OnEnd, SubmittedChange
+from nvpool.client.rpc.change_fast_path import OnEnd, SentChange, SubmittedChange
 from nvpool.client.state.vfs_types import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
 from nvpool.client.vfs.client_parts import ClientParts
 from nvpool.client.vfs.complete_dirs import CompleteDirectories
@@ -50,6 +51,17 @@ def is_name(name: bytes) -> bool:
         and b"\0" not in name
         and name not in (b".", b"..")
     )
+
+
+def create_request(
+    parent: int, name: bytes, mode: int, caller: Caller, **fields: Any
+) -> meta_pb2.CreateRequest:
+    """The request that creates an inode, with the caller's umask applied to `mode`, which includes the type.
+
+    The umask does not count for symbolic links. `fields`: further fields of the request.
+    """
+    masked = caller.masked(mode) if not stat.S_ISLNK(mode) else 0
+    return meta_pb2.CreateRequest(parent=parent, name=name, mode=mode ^ masked, masked=masked, **fields)
 
 
 def check_name(name: bytes) -> None:
@@ -286,10 +298,7 @@ class NamespaceOperations:
 
     async def _birth(self, parent: int, name: bytes, mode: int, caller: Caller, **fields) -> Attr:
         check_name(name)
-        masked = caller.masked(mode) if not stat.S_ISLNK(mode) else 0
-        request = meta_pb2.CreateRequest(
-            parent=parent, name=name, mode=mode ^ masked, masked=masked, exclusive=True, **fields
-        )
+        request = create_request(parent, name, mode, caller, exclusive=True, **fields)
         reply, sent_s = await self.send_create(request, caller)
         attr = self._inodes.take(reply.entry)
         self.named(parent, name, attr.inode, sent_s, reply, self._inodes.take_lease(reply.entry, sent_s))
@@ -302,11 +311,13 @@ class NamespaceOperations:
     ) -> tuple[meta_pb2.CreateReply, float]:
         """Create the name at its shard, exactly once. Return the reply and the time of sending.
 
-        The name is dropped from the cache; `named` caches what the reply says of it.
+        The name is dropped from the cache; `named` caches what the reply says of it. An unnamed file is created at
+        the shard of its parent.
         """
-        self._cache.forget_entry(request.parent, request.name)
-        sent_s = self._clock.boottime_s()
-        place, request.spread = await self._stripes.place(request.parent, request.name)
+        place, sent_s = request.parent, self._clock.boottime_s()
+        if not request.unnamed:
+            self._cache.forget_entry(request.parent, request.name)
+            place, request.spread = await self._stripes.place(request.parent, request.name)
         reply = await self._meta.change(
             place,
             wire_pb2.META_CREATE,
@@ -317,6 +328,43 @@ class NamespaceOperations:
             once=True,
         )
         return reply, sent_s
+
+    def begin_create(
+        self, request: meta_pb2.CreateRequest, caller: Caller, unique: int, on_end: OnEnd
+    ) -> SubmittedChange | None:
+        """As `send_create`, without a task: `on_end` gets the reply or the error. None: no side effect.
+
+        Declines names of striped directories, and whatever MetaClient.begin declines. `unique`: the number of the
+        kernel's request.
+        """
+        parent = request.parent
+        if not self._stripes.is_together(parent):
+            return None
+        begun = self._meta.begin(
+            parent,
+            wire_pb2.META_CREATE,
+            request,
+            meta_pb2.CreateReply,
+            on_end,
+            uid=caller.uid,
+            gid=caller.gid,
+            unique=unique,
+        )
+        if begun is not None:
+            self._cache.forget_entry(parent, request.name)
+        return begun
+
+    def go_on_creating(self, sent: SentChange, parent: int, unique: int, on_end: OnEnd) -> SubmittedChange:
+        """Continue a create in `parent` that was already sent, as if `begin_create` had sent it."""
+        return self._meta.go_on_with(
+            sent,
+            parent,
+            wire_pb2.META_CREATE,
+            meta_pb2.CreateRequest,
+            meta_pb2.CreateReply,
+            on_end,
+            unique,
+        )
 
     def named(self, parent: int, name: bytes, inode: int, sent_s: float, reply=None, lease=None) -> None:
         """Cache that the name stands for `inode` (0: nothing) after this client's change, sent at `sent_s`.
