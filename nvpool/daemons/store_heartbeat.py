@@ -48,6 +48,7 @@ class HeartbeatSender:
         self._endpoints = endpoints
         self._clock = clock
         self._news = asyncio.Event()
+        service.serving_lease.changed.append(self._news.set)
         peers = service.replica.peers
         self._reach = (
             None
@@ -62,7 +63,6 @@ class HeartbeatSender:
 
     async def run(self) -> None:
         """Send heartbeats until cancelled. No answer, and no missing answer, ends this."""
-        self._service.serving_lease.changed = self._news.set
         async with asyncio.TaskGroup() as parts:
             parts.create_task(self._beat_on())
             if self._reach is not None:

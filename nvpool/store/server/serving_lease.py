@@ -56,8 +56,8 @@ class ServingLease:
         self.until_s = until_s
         self.refused = ""
         """Why the last heartbeat got no lease; empty if it got one."""
-        self.changed: Callable[[], None] = lambda: None
-        """Callback after a new map, so that waiting callers are notified soon."""
+        self.changed: list[Callable[[], None]] = []
+        """Listeners that are called after a new map, so that waiting callers are notified soon."""
         self._clock = clock
         self._location_leases = location_leases
         self._epoch = self._epoch_min = 0
@@ -84,7 +84,8 @@ class ServingLease:
         self.vouched = not self.verifier or (known is not None and known.verifier == self.verifier)
         self.shared = self.target in shared(pool_map)
         self._update_location_leases()
-        self.changed()
+        for listener in self.changed:
+            listener()
 
     @property
     def epoch(self) -> int:
