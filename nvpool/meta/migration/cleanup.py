@@ -90,6 +90,7 @@ class PartitionCleanup:
         gone = frozenset(partitions)
         inside.collector.forget(gone)
         inside.locks.forget(gone)
+        inside.appends.forget(gone)
         inside.sessions.forget(gone)
         inside.forget_volumes(gone)
         inside.ranges.open(partitions)

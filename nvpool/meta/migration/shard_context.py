@@ -13,6 +13,7 @@ from nvpool.meta.migration.ownership import PartitionOwnership
 from nvpool.meta.sessions.lease_table import LeaseTable
 from nvpool.meta.sessions.lock_service import LockService
 from nvpool.meta.sessions.table import Sessions
+from nvpool.meta.state.append_reservations import AppendOrder
 from nvpool.meta.state.id_allocation import Numbers
 from nvpool.meta.state.transaction import View
 from nvpool.poolmap.model import PoolMap
@@ -28,6 +29,7 @@ class ShardContext(NamedTuple):
     numbers: Numbers
     sessions: Sessions
     locks: LockService
+    appends: AppendOrder
     collector: Collector
     cuts: Truncations
     watches: LeaseTable

@@ -271,6 +271,7 @@ class MetaService:
                 parts.numbers,
                 parts.sessions,
                 parts.locks,
+                parts.appends,
                 parts.collector,
                 parts.cuts,
                 parts.watches,

@@ -18,6 +18,7 @@ import logging
 
 from nvpool.core.clock import Clock
 from nvpool.core.containers.bounded_map import too_old
+from nvpool.core.ids import partition_of
 from nvpool.meta.state.records import Inode
 
 _log = logging.getLogger(__name__)
@@ -122,6 +123,15 @@ class AppendOrder:
         found = self._open.pop(number, None)
         if found is not None:
             self._wake(found)
+
+    def forget(self, partitions: frozenset[int]) -> None:
+        """Forget the files of partitions that belong to another shard now.
+
+        Requests that wait for their reservations are handled again, and learn which shard to ask: the report
+        that they wait for is sent there too.
+        """
+        for number in [number for number in self._open if partition_of(number) in partitions]:
+            self.ended(number)
 
     @staticmethod
     def _wake(found: _Open) -> None:

@@ -22,6 +22,7 @@ from nvpool.meta.migration.ownership import PartitionOwnership
 from nvpool.meta.migration.sessions import bring_all, sessions_to_move
 from nvpool.meta.sessions.lock_service import LockService
 from nvpool.meta.sessions.table import Sessions
+from nvpool.meta.state.append_reservations import APPEND_S
 from nvpool.meta.state.lock_table import LockTable, Owner
 from nvpool.meta.state.records import (
     Inode,
@@ -37,6 +38,7 @@ from nvpool.meta.state.transaction import View
 from nvpool.poolmap.model import MAP_FORMAT, PartitionRange, PoolMap, PoolSettings
 from nvpool.poolmap.shards import partition_moves
 from nvpool.poolmap.shards.partitions import partition_of_directory
+from nvpool.rpc.v1 import meta_pb2, wire_pb2
 from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ME = Caller(1000, 1000)
@@ -259,6 +261,40 @@ def test_migrated_lock_is_granted_to_its_waiter():
         assert not waiting.done()
         await vfs.setlk(mine, 1, 0, 9, UNLOCKED, 1)
         await asyncio.wait_for(waiting, WAIT_S)
+
+    run(main)
+
+
+def test_migrated_append_does_not_hold_up_its_successor():
+    """The report of an open reservation is sent to the new shard; the append that waits for it at the old one learns that."""
+
+    async def main(moving: Moving) -> None:
+        vfs, other = moving.vfs, (await moving.pool.client("second", OPTIONS)).vfs
+        attr, mine = await vfs.create(ROOT_INODE, b"log", 0o666, os.O_RDWR, ME)
+        theirs = await other.open(attr.inode, os.O_RDWR, ME)
+
+        def send(client, method, request, reply):
+            return client.meta.change(attr.inode, method, request, reply, uid=ME.uid, gid=ME.gid)
+
+        def reserve(client, length):
+            request = meta_pb2.ReserveRequest(inode=attr.inode, length=length, deferred=True)
+            return send(client, wire_pb2.META_RESERVE, request, meta_pb2.ReserveReply)
+
+        assert (await reserve(vfs, 100)).offset == 0
+        waiting = asyncio.create_task(reserve(other, 10))
+        async with asyncio.timeout(WAIT_S):
+            while not moving.pool.metas[1].parts.waits.tasks:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await moving.add()
+        await moving.request(1, "remove")
+        await moving.settled()
+        assert not waiting.done()
+        report = meta_pb2.ReportRequest(inode=attr.inode, end=100, wrote=True)
+        assert (await send(vfs, wire_pb2.META_REPORT, report, meta_pb2.AttrReply)).attr.size == 100
+        async with asyncio.timeout(APPEND_S / 2):
+            assert (await waiting).offset == 100
+        await vfs.release(mine)
+        await other.release(theirs)
 
     run(main)
 
