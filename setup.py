@@ -15,7 +15,14 @@ IS_PURE = os.environ.get("NVPOOL_PURE", "") not in ("", "0")
 PROCESSORS = len(os.sched_getaffinity(0))
 LIBRARIES = {"liburing.h": "uring"}
 """Header -> library. A module is linked with the libraries of the headers that it or a .pxd it uses includes."""
-SOURCES = sorted(Path("nvpool").rglob("*.pyx"))
+TYPED = sorted(
+    path.with_suffix(".py")
+    for path in Path("nvpool").rglob("*.pxd")
+    if path.with_suffix(".py").exists() and not path.with_suffix(".pyx").exists()
+)
+"""Python modules beside a .pxd that gives their classes and functions C types; they also run interpreted."""
+TYPED_DIRECTIVES = {"annotation_typing": False, "nonecheck": True, "boundscheck": True, "wraparound": True}
+SOURCES = sorted([*Path("nvpool").rglob("*.pyx"), *TYPED])
 SHARED = sorted([*Path("nvpool").rglob("*.h"), *Path("nvpool").rglob("*.pxd")])
 
 
@@ -56,7 +63,12 @@ def extensions() -> list[Extension]:
     found = [
         extension(source) for source in sorted(SOURCES, key=lambda path: path.stat().st_size, reverse=True)
     ]
-    return cythonize(found, nthreads=PROCESSORS, language_level=3)
+    typed = {str(path) for path in TYPED}
+    by_hand = [one for one in found if one.sources[0] not in typed]
+    generated = [one for one in found if one.sources[0] in typed]
+    return cythonize(by_hand, nthreads=PROCESSORS, language_level=3) + cythonize(
+        generated, nthreads=PROCESSORS, language_level=3, compiler_directives=TYPED_DIRECTIVES
+    )
 
 
 # From Python 3.14 on, the processes that translate import this file again if it was run as a script.

@@ -8,7 +8,10 @@ Importing this package loads nothing but the version: the client comes with the 
 the command line and every daemon import it too.
 """
 
+from nvpool.core.compiled_loader import prefer_sources
 from nvpool.core.version import VERSION as __version__
+
+prefer_sources()
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # type checkers of users see what `__getattr__` gives; they know this name, and `typing` is not loaded for it

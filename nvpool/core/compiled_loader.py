@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
+from importlib.machinery import SOURCE_SUFFIXES, FileFinder, ModuleSpec, PathFinder, SourceFileLoader
 from typing import Any
 
 PURE_VARIABLE = "NVPOOL_PURE"
@@ -33,3 +35,24 @@ def load_compiled(name: str) -> Any | None:
             f"liburing, or set {PURE_VARIABLE}=1 to run without compiled modules, several times slower"
         )
         raise ImportError(text, name=error.name, path=error.path) from error
+
+
+class _SourceFinder:
+    """Finds the source of a typed module (a `.py` beside a `.pxd`) where its compiled form is installed too."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """As importlib.abc.MetaPathFinder."""
+        if not name.startswith("nvpool.") or path is None:
+            return None
+        for place in path:
+            spec = FileFinder(place, (SourceFileLoader, SOURCE_SUFFIXES)).find_spec(name)
+            if spec is not None:
+                return spec
+        return None
+
+
+def prefer_sources() -> None:
+    """Import the typed modules from their sources, if this process runs without compiled modules."""
+    if IS_PURE and _SourceFinder not in sys.meta_path:
+        sys.meta_path.insert(sys.meta_path.index(PathFinder), _SourceFinder)

@@ -58,7 +58,7 @@ STEP_BYTES = 4 << 20
 """Size at which a step ends: attributes may have 64 KiB each, a payload 32 MiB."""
 _PAIRS = 100
 
-_INODE_FIELDS = tuple(f for f in records.Inode.__slots__ if f not in ("number", "target", "reserved"))
+_INODE_FIELDS = tuple(f for f in records.INODE_FIELDS if f not in ("number", "target", "reserved"))
 _PART_FIELDS = ("mode", "uid", "gid", "table", "chunk_bits", "flags")
 
 

@@ -436,6 +436,14 @@ class ServerConnection:
             raise CorruptFrame(f"more than {IN_FLIGHT_MAX} requests in flight")
         now_s = self.now_s()
         call = InboundCall(self, number, method, message, payload, now_s, now_s + deadline_ms / 1000)
+        self.keep(number, call)
+        try:
+            self.handler(call)
+        except Exception as error:
+            call.fail(error)
+
+    def keep(self, number: int, call: InboundCall) -> None:
+        """Add a request to the table of those in progress."""
         self.in_work[number] = call
         self.reply_stats.begun += 1
         self._work_bytes += call.byte_count
@@ -443,10 +451,6 @@ class ServerConnection:
             self.share.arrived(call.byte_count)
         if self._work_bytes > WORK_BYTES_MAX:
             self._overfull = True
-        try:
-            self.handler(call)
-        except Exception as error:
-            call.fail(error)
 
     def finish(
         self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int

@@ -149,7 +149,10 @@ class DaemonHandler:
     def _answer_fast(
         self, buffer: bytearray, end: int, in_work: dict, reply_stats: ReplyStats, out: list, side
     ) -> int:
-        taken = self._answer(buffer, end, in_work, reply_stats, out, side)
+        if self._audit is None:
+            taken = self._answer(buffer, end, in_work, reply_stats, out, side)
+        else:
+            taken = self._answer(buffer, end, in_work, reply_stats, out, side, self._audit.watched)
         if taken:
             self._awake.touch()
         return taken

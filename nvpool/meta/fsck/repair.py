@@ -56,7 +56,8 @@ def _lost_and_found(draft: Draft) -> Inode:
     raw = draft.view.get(key)
     if raw is not None:
         return draft.entered_holder(records.decode_dentry(partition, raw)[0])
-    lost = draft.birth(partition_of_directory(name_hash), mode=0o40700, links=2, parent=ROOT_INODE)
+    lost = draft.birth(partition_of_directory(name_hash), 0o40700, 0, 0, 0)
+    lost.links, lost.parent = 2, ROOT_INODE
     draft.effects[key] = records.encode_dentry(partition, lost.number, 4)
     root.size += 1
     root.links += 1

@@ -12,16 +12,18 @@ from nvpool.core.units import SYMLINK_BYTES_MAX
 from nvpool.meta.operations.volume_requests import begin_volume
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
-from nvpool.meta.state.transaction import Draft, View, fill_attr, fill_elsewhere
+from nvpool.meta.state.transaction import Draft, View, attr_of, elsewhere_entry
 from nvpool.poolmap.shards.partitions import partition_of_directory
-from nvpool.rpc.v1 import meta_pb2
+from nvpool.rpc.messages.meta_messages import CreateReply, CreateRequest, Entry
 
+_S_ISGID, _S_IFREG, _S_IFDIR, _S_IFLNK = 0o2000, 0o100000, 0o040000, 0o120000
+_HAS_ACL, _TOUCHED = records.HAS_ACL, records.TOUCHED
 KINDS = frozenset(
     (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFCHR, stat.S_IFBLK, stat.S_IFIFO, stat.S_IFSOCK)
 )
 
 
-def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
+def create(view: View, request: CreateRequest, now_ns: int) -> Draft:
     """Create an inode, or open an existing file.
 
     A new inode has the caller's uid and gid. In a set-gid directory it has the directory's gid, and a new
@@ -31,7 +33,7 @@ def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
     draft = Draft(view, now_ns)
     mode = request.mode
     kind = mode & 0o170000
-    if kind not in KINDS or mode > 0o177777:
+    if (kind != _S_IFREG and kind not in KINDS) or mode > 0o177777:
         raise InvalidRequest(f"no file has the mode {mode:#o}")
     if request.unnamed:
         return _create_unnamed(draft, request)
@@ -42,46 +44,33 @@ def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
         return _open_existing(draft, request, *records.decode_dentry(partition, raw))
     change = request.change
     gid = change.gid
-    if parent.mode & stat.S_ISGID:
+    if parent.mode & _S_ISGID:
         gid = parent.gid
-        if kind == stat.S_IFDIR:
-            mode |= stat.S_ISGID
-    lists: dict[bytes, Acl] = {}
-    if parent.flags & records.HAS_ACL and kind != stat.S_IFLNK:
+        if kind == _S_IFDIR:
+            mode |= _S_ISGID
+    lists: dict[bytes, Acl] | None = None
+    if parent.flags & _HAS_ACL and kind != _S_IFLNK:
         mode, lists = _inherited(view, parent, mode, request.masked)
     flags, volume = 0, parent.volume
     if volume and request.wide:
         raise InvalidRequest("a directory in a volume cannot be striped: a volume is on one shard")
-    if kind == stat.S_IFREG:
-        if request.open and request.rights & WRITE:
-            flags = records.TOUCHED
+    if kind == _S_IFREG:
+        if request.open and request.rights & 2:
+            flags = _TOUCHED
+        born = draft.birth(partition, mode, change.uid, gid, volume)
+        born.table, born.chunk_bits, born.flags = parent.table, parent.chunk_bits, flags
+    elif kind == _S_IFDIR:
         born = draft.birth(
-            partition,
-            mode=mode,
-            uid=change.uid,
-            gid=gid,
-            table=parent.table,
-            chunk_bits=parent.chunk_bits,
-            flags=flags,
-            volume=volume,
+            partition if volume else partition_of_directory(name_hash), mode, change.uid, gid, volume
         )
-    elif kind == stat.S_IFDIR:
-        born = draft.birth(
-            partition if volume else partition_of_directory(name_hash),
-            mode=mode,
-            links=2,
-            uid=change.uid,
-            gid=gid,
-            table=parent.table,
-            chunk_bits=parent.chunk_bits,
-            parent=parent.number,
-            flags=records.WIDE if request.wide else 0,
-            volume=volume,
-        )
+        born.links, born.parent = 2, parent.number
+        born.table, born.chunk_bits = parent.table, parent.chunk_bits
+        if request.wide:
+            born.flags = records.WIDE
         parent.links += 1
         if request.HasField("volume"):
             begin_volume(draft, born, request)
-    elif kind == stat.S_IFLNK:
+    elif kind == _S_IFLNK:
         target = request.target
         if not target or b"\0" in target:
             raise InvalidRequest("a symlink needs a target without NUL")
@@ -89,22 +78,25 @@ def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
             raise NameTooLong(
                 f"the target of a symlink has {SYMLINK_BYTES_MAX} bytes at most, not {len(target)}"
             )
-        born = draft.birth(
-            partition, mode=mode, uid=change.uid, gid=gid, target=target, size=len(target), volume=volume
-        )
+        born = draft.birth(partition, mode, change.uid, gid, volume)
+        born.target, born.size = target, len(target)
     else:
-        born = draft.birth(partition, mode=mode, uid=change.uid, gid=gid, rdev=request.rdev, volume=volume)
-    for name, acl in lists.items():
-        draft.put_acl(born, name, acl)
+        born = draft.birth(partition, mode, change.uid, gid, volume)
+        born.rdev = request.rdev
+    if lists:
+        for name, acl in lists.items():
+            draft.put_acl(born, name, acl)
     draft.effects[key] = records.encode_dentry(partition, born.number, kind >> 12)
     parent.size += 1
     draft.stamp(parent, content=True)
     draft.parent = parent
-    reply = draft.reply = meta_pb2.CreateReply(created=True)
-    fill_attr(reply.entry.attr, born)
-    if request.open and kind == stat.S_IFREG:
+    entry = Entry()
+    entry.attr = attr_of(born)
+    if request.open and kind == _S_IFREG:
         draft.opened = born.number
-        reply.entry.grant = draft.grant(born, request.rights, change.session)
+        entry.grant = draft.grant(born, request.rights, change.session)
+    reply = draft.reply = CreateReply()
+    reply.entry, reply.created = entry, True
     return draft
 
 
@@ -124,7 +116,7 @@ def _inherited(view: View, parent: Inode, mode: int, masked: int) -> tuple[int, 
     return mode, lists
 
 
-def _create_unnamed(draft: Draft, request: meta_pb2.CreateRequest) -> Draft:
+def _create_unnamed(draft: Draft, request: CreateRequest) -> Draft:
     """O_TMPFILE: create an open file without a name.
 
     It is deleted when it is closed, like a file that has lost its last name. LINK may give it a name, unless
@@ -139,30 +131,25 @@ def _create_unnamed(draft: Draft, request: meta_pb2.CreateRequest) -> Draft:
     flags = (records.TOUCHED if request.rights & WRITE else 0) | (
         0 if request.exclusive else records.LINKABLE
     )
-    born = draft.birth(
-        partition_of(parent.number),
-        mode=mode,
-        links=0,
-        uid=change.uid,
-        gid=parent.gid if parent.mode & stat.S_ISGID else change.gid,
-        table=parent.table,
-        chunk_bits=parent.chunk_bits,
-        flags=flags,
-        volume=parent.volume,
-    )
+    gid = parent.gid if parent.mode & stat.S_ISGID else change.gid
+    born = draft.birth(partition_of(parent.number), mode, change.uid, gid, parent.volume)
+    born.links, born.flags = 0, flags
+    born.table, born.chunk_bits = parent.table, parent.chunk_bits
     for name, acl in lists.items():
         draft.put_acl(born, name, acl)
     value = records.ORPHAN_COUNTED if born.volume else records.ORPHAN_VALUE
     draft.effects[records.numbered_key(records.ORPHAN, born.number)] = value
     draft.orphans.append(born.number)
     draft.opened = born.number
-    reply = draft.reply = meta_pb2.CreateReply(created=True)
-    fill_attr(reply.entry.attr, born)
-    reply.entry.grant = draft.grant(born, request.rights, change.session)
+    entry = Entry()
+    entry.attr = attr_of(born)
+    entry.grant = draft.grant(born, request.rights, change.session)
+    reply = draft.reply = CreateReply()
+    reply.entry, reply.created = entry, True
     return draft
 
 
-def _open_existing(draft: Draft, request: meta_pb2.CreateRequest, number: int, kind: int) -> Draft:
+def _open_existing(draft: Draft, request: CreateRequest, number: int, kind: int) -> Draft:
     """Open an existing file.
 
     If its inode is another shard's, the reply says so, and the client opens it there.
@@ -174,16 +161,16 @@ def _open_existing(draft: Draft, request: meta_pb2.CreateRequest, number: int, k
     if kind == stat.S_IFLNK >> 12:
         raise AlreadyExists(f"{request.name!r} is a symlink; open what it points to")
     if draft.view.is_elsewhere(partition_of(number)):
-        draft.reply = meta_pb2.CreateReply()
-        fill_elsewhere(draft.reply.entry, number, kind)
+        draft.reply = CreateReply(elsewhere_entry(number, kind))
         return draft
     found = draft.inode(number)
-    reply = draft.reply = meta_pb2.CreateReply()
+    entry = Entry()
+    draft.reply = CreateReply(entry)
     if found.is_file:
         if request.truncate:
             draft.cut(found, 0)
         if request.open:
             draft.opened = number
-            reply.entry.grant = draft.grant(found, request.rights, request.change.session)
-    fill_attr(reply.entry.attr, found)
+            entry.grant = draft.grant(found, request.rights, request.change.session)
+    entry.attr = attr_of(found)
     return draft

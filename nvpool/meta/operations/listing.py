@@ -33,7 +33,7 @@ LIST_LIMIT, LIST_LIMIT_MAX = 256, 1024
 STEP_OF_CLIENT = 32
 """Entries or inodes of a reply to a client before other requests get their turn: a quarter of a millisecond."""
 _CHANGE, _TARGET, _FLAGS, _VOLUME, _CUT, _TABLE = map(
-    records.Inode.__slots__.index, ("change", "target", "flags", "volume", "cut", "table")
+    records.INODE_FIELDS.index, ("change", "target", "flags", "volume", "cut", "table")
 )
 WIDE_STEP = 64
 """Partitions of a wide directory that are scanned before other requests get their turn."""
@@ -274,7 +274,7 @@ def check_inode_count(packed: bytes) -> None:
 def _elsewhere(number: int, kind: int) -> tuple:
     """`inode_fields` of an inode of another shard: no links, so it gets no lease, and the change number is
     0."""
-    fields = [0] * len(records.Inode.__slots__)
+    fields = [0] * len(records.INODE_FIELDS)
     fields[0], fields[1], fields[_TARGET] = number, kind << 12, b""
     return tuple(fields)
 

@@ -1,13 +1,12 @@
-"""Open, and the requests of writers: Report (end of the data) and Reserve (place of an append)."""
+"""Open, and Reserve: the place of an append."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from nvpool.core.errors import InvalidRequest, IsADirectory, StaleCut
-from nvpool.core.units import WITHDRAW_ANY
+from nvpool.core.errors import InvalidRequest, IsADirectory
+from nvpool.meta.operations.report import check_writer
 from nvpool.meta.state import records
-from nvpool.meta.state.records import Inode
 from nvpool.meta.state.transaction import Draft, TruncationInProgress, View, fill_attr
 from nvpool.poolmap.file_layout import check_range
 from nvpool.rpc.v1 import meta_pb2
@@ -33,40 +32,6 @@ def open_inode(view: View, request: meta_pb2.OpenRequest, now_ns: int) -> Draft:
     return draft
 
 
-def report(view: View, request: meta_pb2.ReportRequest, now_ns: int) -> Draft:
-    """Grow the file to `end`, if it is shorter. StaleCut: the writer did not know of a truncation."""
-    draft = Draft(view, now_ns)
-    inode = draft.inode(request.inode)
-    if request.wrote or request.end or request.withdrawn:
-        _check_writer(inode, request.cut)
-        check_range(inode.layout, request.end, 0)
-        inode.flags |= records.TOUCHED  # a power loss may have lost the mark that the writer's grant set
-        if request.end > inode.size:
-            grown = request.blocks_delta or records.blocks_of(request.end) - records.blocks_of(inode.size)
-            draft.resized(inode, request.end, request.change.session, reported=True)
-            inode.blocks = min(inode.blocks + grown, records.blocks_of(request.end))
-            draft.stamp(inode, content=True)
-        elif request.wrote:
-            inode.blocks = min(inode.blocks + request.blocks_delta, records.blocks_of(inode.size))
-            draft.stamp(inode, content=True)
-        if (
-            request.withdrawn
-            and inode.reserved > inode.size
-            and (
-                request.withdrawn == inode.reserved
-                or (request.withdrawn == WITHDRAW_ANY and view.appends.is_of(inode, request.change.session))
-            )
-        ):
-            # some bytes of the withdrawn append may be on stores: they must never be visible
-            draft.cut(inode, inode.size)
-    if request.release:
-        draft.closed = inode.number
-    draft.sync = request.sync
-    draft.reply = meta_pb2.AttrReply()
-    fill_attr(draft.reply.attr, inode)
-    return draft
-
-
 def reserve(view: View, request: meta_pb2.ReserveRequest, now_ns: int) -> Draft:
     """Reserve [offset, offset + length) behind the end of the file for the caller's append.
 
@@ -78,7 +43,7 @@ def reserve(view: View, request: meta_pb2.ReserveRequest, now_ns: int) -> Draft:
     inode = draft.inode(request.inode)
     if inode.number in view.cutting:
         raise TruncationInProgress(inode.number)
-    _check_writer(inode, request.cut)
+    check_writer(inode, request.cut)
     if not request.length:
         raise InvalidRequest("an append of no bytes needs no place")
     if inode.volume and view.access.restricted:
@@ -99,12 +64,3 @@ def reserve(view: View, request: meta_pb2.ReserveRequest, now_ns: int) -> Draft:
         draft.stamp(inode, content=True)
     fill_attr(reply.attr, inode)
     return draft
-
-
-def _check_writer(inode: Inode, cut: int) -> None:
-    if not inode.is_file:
-        raise InvalidRequest(f"inode {inode.number} is not a file")
-    if cut < inode.cut - inode.punches:  # a hole removes nothing from the end
-        raise StaleCut(f"inode {inode.number} was truncated since: its cut number is {inode.cut}, not {cut}")
-    if cut > inode.cut:
-        raise InvalidRequest(f"inode {inode.number} has the cut number {inode.cut}, {cut} was never given")

@@ -12,7 +12,6 @@ from itertools import islice
 from nvpool.core.errors import (
     AccessDenied,
     CorruptRecord,
-    DirectoryGone,
     InvalidRequest,
     NoAttribute,
     NotFound,
@@ -25,12 +24,14 @@ from nvpool.core.ids import partition_of
 from nvpool.core.units import PARTITION_COUNT
 from nvpool.meta.operations.listing import LIST_LIMIT_MAX
 from nvpool.meta.operations.lock import check_range
+from nvpool.meta.operations.lookup import lookup
 from nvpool.meta.operations.xattr import XATTRS_MAX, check_name
 from nvpool.meta.state import records
 from nvpool.meta.state.lock_table import Owner
 from nvpool.meta.state.records import NAME_AT
-from nvpool.meta.state.transaction import Draft, View, fill_attr, fill_elsewhere
+from nvpool.meta.state.transaction import Draft, View
 from nvpool.rpc.messages import read_write_codec
+from nvpool.rpc.messages.meta_messages import LookupRequest
 from nvpool.rpc.v1 import meta_pb2
 
 LOCKS_MAX = 1000
@@ -43,44 +44,13 @@ LOOKUP_STEP_OF_CLIENT = 16
 NAMES_LIMIT = 1000
 """Entries scanned in one step of a search for names: a millisecond of the event loop (0.7 µs each)."""
 NAMES_INODES_MAX = 512
-_FLAGS = records.Inode.__slots__.index("flags")
+_FLAGS = records.INODE_FIELDS.index("flags")
 _MORE_TO_SAY = records.DIVIDED | records.TRASHED
 _TYPE, _REGULAR = 0o170000, 0o100000
 _BYTES_PER_FILE = 300
 """Bytes of LMDB per file, a careful estimate: 146 with names of 16 bytes."""
 EMPTY_SCAN = 4
 """Cost of a scan that finds nothing, in entries."""
-
-
-def lookup(view: View, request: meta_pb2.LookupRequest, now_ns: int) -> Draft:
-    """Look up a name.
-
-    While the file is being truncated, a requested grant is left out, because a look-up does not wait for the
-    targets. For an inode of another shard the reply has only its number and kind.
-    """
-    directory = view.searched(request.parent, request.name, request.spread)
-    try:
-        _, number, kind = view.named(directory, request.name)
-    except NotFound:
-        if not directory.links:
-            raise DirectoryGone(f"directory {directory.number} was removed") from None
-        raise
-    if view.owners and view.is_elsewhere(partition_of(number)):
-        return _elsewhere(view, number, kind, now_ns)
-    if number in view.cutting:
-        request.rights = 0
-    found = _entry(view, number, request, now_ns)
-    if found.inodes[number].flags & records.DIVIDED:
-        # makes the client request the inode together with its stripes
-        return _elsewhere(view, number, kind, now_ns)
-    return found
-
-
-def _elsewhere(view: View, number: int, kind: int, now_ns: int) -> Draft:
-    draft = Draft(view, now_ns)
-    draft.reply = meta_pb2.Entry()
-    fill_elsewhere(draft.reply, number, kind)
-    return draft
 
 
 def lookup_many(
@@ -96,7 +66,7 @@ def lookup_many(
     """
     check_name_count(request)
     reply = meta_pb2.LookupManyReply()
-    one = meta_pb2.LookupRequest(session=request.session)
+    one = LookupRequest(session=request.session)
     rights = request.rights & READ  # a write grant would mark the inode, which is a change
     for number, some in enumerate(_steps(request.directories, names_per_step)):
         if number:
@@ -111,7 +81,8 @@ def lookup_many(
             for name in names:
                 one.name, one.rights = name, rights
                 try:
-                    reply.found.add(entry=lookup(view, one, now_ns()).reply)
+                    entry = lookup(view, one, now_ns()).reply
+                    entry.copy_to(reply.found.add().entry)
                 except (Refused, Stale, CorruptRecord) as error:
                     reply.found.add(error=error.wire_code)
     yield reply
@@ -257,24 +228,6 @@ def parts(view: View, request: meta_pb2.PartsRequest) -> meta_pb2.PartsReply:
                 change=counts.change,
             )
     return reply
-
-
-def getattr(view: View, request: meta_pb2.GetAttrRequest, now_ns: int) -> Draft:
-    draft = _entry(view, request.inode, request, now_ns)
-    if request.birth:
-        draft.reply.attr.birth_ns = draft.inodes[request.inode].birth_ns
-    return draft
-
-
-def _entry(view: View, number: int, request, now_ns: int) -> Draft:
-    draft = Draft(view, now_ns)
-    inode = draft.inode(number)
-    reply = draft.reply = meta_pb2.Entry()
-    if request.rights:
-        reply.grant = draft.grant(inode, request.rights, request.session)
-    fill_attr(reply.attr, inode)
-    reply.lease_ms = view.issue_lease(request.session, inode)
-    return draft
 
 
 def readlink(view: View, request: meta_pb2.ReadLinkRequest, now_ns: int) -> Draft:

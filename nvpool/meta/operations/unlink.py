@@ -10,20 +10,22 @@ from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
 from nvpool.meta.state.striped_dirs import StripeView
 from nvpool.meta.state.transaction import Draft, View
-from nvpool.rpc.v1 import meta_pb2
+from nvpool.rpc.messages.meta_messages import UnlinkReply, UnlinkRequest
+
+_S_IFMT, _S_IFDIR, _TRASHED = 0o170000, 0o040000, records.TRASHED
 
 
-def unlink(view: View, request: meta_pb2.UnlinkRequest, now_ns: int) -> Draft:
+def unlink(view: View, request: UnlinkRequest, now_ns: int) -> Draft:
     draft = Draft(view, now_ns)
     parent = draft.holder(request.parent)
     key, number, _ = view.named(parent, request.name)
     victim = draft.inode(number)
-    if victim.is_directory:
+    if victim.mode & _S_IFMT == _S_IFDIR:
         raise IsADirectory(f"{request.name!r} is a directory")
     return _remove(draft, parent, key, victim, request.name)
 
 
-def rmdir(view: View, request: meta_pb2.UnlinkRequest, now_ns: int) -> Draft:
+def rmdir(view: View, request: UnlinkRequest, now_ns: int) -> Draft:
     draft = Draft(view, now_ns)
     parent = draft.holder(request.parent)
     key, number, _ = view.named(parent, request.name)
@@ -39,8 +41,8 @@ def _remove(draft: Draft, parent: Inode, key: bytes, victim: Inode, name: bytes)
     draft.stamp(parent, content=True)
     draft.parent = parent
     draft.discard(victim, parent.number, name)
-    links = victim.links if not victim.flags & records.TRASHED else 0
-    draft.reply = meta_pb2.UnlinkReply(inode=victim.number, links=links)
+    links = victim.links if not victim.flags & _TRASHED else 0
+    draft.reply = UnlinkReply(inode=victim.number, links=links)
     return draft
 
 

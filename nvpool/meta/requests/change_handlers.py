@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from nvpool.core import primitives
+from nvpool.core.clock import SystemClock
 from nvpool.core.errors import Busy, Refused, WrongShard
 from nvpool.core.ids import partition_of
 from nvpool.core.units import SLOTS_PER_SESSION
@@ -20,14 +22,16 @@ from nvpool.meta.requests.internal_changes import InternalChanges
 from nvpool.meta.requests.shard_parts import ShardParts
 from nvpool.meta.requests.slot_replays import SlotReplays
 from nvpool.meta.sessions.table import Session, Slot, mark_of
-from nvpool.meta.state import records
+from nvpool.meta.state import records, session_records
 from nvpool.meta.state.append_reservations import AppendInProgress
-from nvpool.meta.state.session_records import encode_slot
 from nvpool.meta.state.striped_dirs import StripeView
-from nvpool.meta.state.transaction import Decision, Draft, TruncationInProgress, fill_attr
+from nvpool.meta.state.transaction import Decision, Draft, TruncationInProgress, attr_of
 from nvpool.poolmap.shards.partitions import partition_of_name
+from nvpool.rpc.access_control import CallerRights
 from nvpool.rpc.api import Call
-from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.messages.meta_messages import CreateReply, Entry
+
+_SLOTS = SLOTS_PER_SESSION
 
 
 class ChangeHandlers:
@@ -50,6 +54,8 @@ class ChangeHandlers:
         self._rooms = parts.rooms
         self._appends = parts.appends
         self._sessions = parts.sessions
+        self._by_number = parts.sessions.by_number
+        self._is_system = type(parts.clock) is SystemClock
         self._users = parts.users
         self._numbers = parts.numbers
         self._watches = parts.watches
@@ -66,93 +72,102 @@ class ChangeHandlers:
     def routes(self) -> dict[int, Callable[[Call], None]]:
         """Handlers by method."""
         routes = {
-            method: self._change_route(*route, CROSS_SHARD_CHANGES.get(method))
+            method: ChangeRoute(self, *route, CROSS_SHARD_CHANGES.get(method), True)
             for method, route in CHANGES.items()
         }
-        routes.update((method, self._query_route(*route)) for method, route in QUERIES.items())
+        routes.update((method, ChangeRoute(self, *route, None, False)) for method, route in QUERIES.items())
         return routes
 
-    def _query_route(self, request_class: Any, decide: Decision) -> Callable[[Call], None]:
-        parse = request_class.FromString
+    def caller_of(self, call: Call) -> CallerRights:
+        """The caller, whose rights were checked."""
+        return self._callers.of(call.peer)
 
-        def answer(call: Call) -> None:
-            self._counters["requests"] += 1
-            request = parse(call.message)
-            self._sessions.of(request.session, self._callers.owner_of(call))
-            try:
-                draft = self._decision(call, decide)(self._view, request, self._clock.wall_ns())
-            except TruncationInProgress as wait:
-                self._wait_for(call, wait)
+    def answer_query(self, call: Call, caller: CallerRights, request_class: Any, decide: Decision) -> None:
+        """Answer a request that changes nothing but the mark of a first write grant."""
+        self._counters["requests"] += 1
+        request = request_class.FromString(bytes(call.message))
+        self._session_of(request.session, caller.owner)
+        try:
+            if caller.user is not None:
+                decide = self._users.decision(call.method, caller.user, decide)
+            draft = decide(self._view, request, self._now_ns())
+        except TruncationInProgress as wait:
+            self._wait_for(call, wait)
+            return
+        if draft.dirty:
+            if self._kv.full:
+                self._replies.retry(call, self._kv.room)
                 return
-            if draft.dirty:
-                if self._kv.full:
-                    self._replies.retry(call, self._kv.room)
-                    return
-                self._kv.apply(list(draft.finish().items()), reclaims=True)
-            call.reply(draft.reply.SerializeToString())
+            self._kv.apply(list(draft.finish().items()), reclaims=True)
+        call.reply(draft.reply.SerializeToString())
 
-        return answer
-
-    def _change_route(
-        self, request_class: Any, decide: Decision, home: Callable[[Any], int] | None
-    ) -> Callable[[Call], None]:
-        """Route of a change.
+    def answer_change(
+        self,
+        call: Call,
+        caller: CallerRights,
+        request_class: Any,
+        decide: Decision,
+        home: Callable[[Any], int] | None,
+    ) -> None:
+        """Answer a change.
 
         `home(request)` is the inode whose shard coordinates a change that may need other shards. Without
         `home` the change concerns one inode alone.
         """
-        parse = request_class.FromString
-
-        def answer(call: Call) -> None:
-            self._counters["requests"] += 1
-            request = parse(call.message)
-            change = request.change
-            session = self._sessions.of(change.session, self._callers.owner_of(call))
-            index, sequence, mark = (
-                change.slot,
-                change.sequence,
-                mark_of(call.method, request, bytes(call.message)),
-            )
-            slot = session.slots[index] if index < SLOTS_PER_SESSION else None
-            if slot is None:
-                slot = self._sessions.slot(session, index)
-            if sequence <= slot.sequence:
-                self._slots.repeat(call, request, session, slot, sequence, mark)
+        self._counters["requests"] += 1
+        message = bytes(call.message)
+        request = request_class.FromString(message)
+        change = request.change
+        session = self._session_of(change.session, caller.owner)
+        index, sequence, mark = change.slot, change.sequence, mark_of(call.method, request, message)
+        slot = session.slots[index] if index < _SLOTS else None
+        if slot is None:
+            slot = self._sessions.slot(session, index)
+        if sequence <= slot.sequence:
+            self._slots.repeat(call, request, session, slot, sequence, mark)
+            return
+        if self._kv.full:
+            self._replies.retry(call, self._kv.room)
+            return
+        if self._view.next_number >= self._numbers.bounds.inode:
+            self._replies.retry(call, self._numbers.more)
+            return
+        if self._moment.changes_wait:
+            self._replies.retry(call, self._moment.over)
+            return
+        try:
+            # From here to the end of _commit nothing may wait: the decision holds only as long as nothing changes.
+            if caller.user is not None:
+                decide_for_caller = self._users.decision(call.method, caller.user, decide)
+            else:
+                decide_for_caller = decide
+            draft = decide_for_caller(self._view, request, self._now_ns())
+            wait = self._watches.conflict(session.number, draft)
+            if wait is not None:
+                self._replies.retry(call, wait)  # the decision is discarded and made again after the wait
                 return
-            if self._kv.full:
-                self._replies.retry(call, self._kv.room)
-                return
-            if self._view.next_number >= self._numbers.bounds.inode:
-                self._replies.retry(call, self._numbers.more)
-                return
-            if self._moment.changes_wait:
-                self._replies.retry(call, self._moment.over)
-                return
-            try:
-                # From here to the end of _commit nothing may wait: the decision holds only as long as nothing changes.
-                draft = self._decision(call, decide)(self._view, request, self._clock.wall_ns())
-                wait = self._watches.conflict(session.number, draft)
-                if wait is not None:
-                    self._replies.retry(call, wait)  # the decision is discarded and made again after the wait
-                    return
-                self._commit(call, draft, session, slot, index, sequence, mark)
-            except (TruncationInProgress, AppendInProgress) as wait:
-                self._wait_for(call, wait)
-            except WrongShard as error:
-                if home is None or self._view.is_elsewhere(self._home_partition(request, home)):
-                    # never made here, even if the partition comes back
-                    self._slots.keep_refusal(session, slot, sequence, mark, error)
-                    raise
-                self._span(call, decide, request, session, slot, index, sequence, mark)
-            except Refused as error:
+            self._commit(call, draft, session, slot, index, sequence, mark)
+        except (TruncationInProgress, AppendInProgress) as wait:
+            self._wait_for(call, wait)
+        except WrongShard as error:
+            if home is None or self._view.is_elsewhere(self._home_partition(request, home)):
+                # never made here, even if the partition comes back
                 self._slots.keep_refusal(session, slot, sequence, mark, error)
                 raise
+            self._span(call, decide, request, session, slot, index, sequence, mark)
+        except Refused as error:
+            self._slots.keep_refusal(session, slot, sequence, mark, error)
+            raise
 
-        return answer
+    def _session_of(self, number: int, owner: str) -> Session:
+        """As `Sessions.of`."""
+        session = self._by_number.get(number)
+        if session is not None and session.owner == owner:
+            return session
+        return self._sessions.of(number, owner)
 
-    def _decision(self, call: Call, decide: Decision) -> Decision:
-        user = self._callers.user_of(call)
-        return decide if user is None else self._users.decision(call.method, user, decide)
+    def _now_ns(self) -> int:
+        return primitives.wall_ns() if self._is_system else self._clock.wall_ns()
 
     def _home_partition(self, request: Any, home: Callable[[Any], int]) -> int:
         """Partition whose shard coordinates the change."""
@@ -248,19 +263,15 @@ class ChangeHandlers:
         if effects is None:
             effects = draft.finish()
         if effects:
-            effects[records.slot_key(session.number, index)] = encode_slot(sequence, waits_for, answer, mark)
+            effects[records.slot_key(session.number, index)] = session_records.encode_slot(
+                sequence, waits_for, answer, mark
+            )
             self._kv.apply(list(effects.items()), reclaims=not draft.adds)
             self._counters["changes"] += 1
             if committed is not None:
                 committed()
-        slot.sequence, slot.waits_for, slot.answer, slot.error, slot.restored = (
-            sequence,
-            waits_for,
-            answer,
-            None,
-            False,
-        )
-        slot.mark = mark
+        slot.sequence, slot.waits_for, slot.answer = sequence, waits_for, answer
+        slot.error, slot.restored, slot.mark = None, False, mark
         given_up = slot.take_awaited() if slot.awaited else 0
         slot.opened = draft.opened
         if draft.born:
@@ -272,26 +283,32 @@ class ChangeHandlers:
             self._sessions.close(session, given_up)
         if draft.closed:
             self._sessions.release(session, (draft.closed,))
-        for orphan in draft.orphans:
-            self._collector.add(orphan)
-        for account in (draft.accounts or {}).values():
-            if account.grown is not None:
-                self._rooms.spend(account.number, *account.grown)
+        if draft.orphans:
+            for orphan in draft.orphans:
+                self._collector.add(orphan)
+        if draft.accounts:
+            for account in draft.accounts.values():
+                if account.grown is not None:
+                    self._rooms.spend(account.number, *account.grown)
         if draft.then is not None:
             draft.then()
         if draft.parent is not None or draft.opened or draft.linked:
             beside = type(draft.reply)()
             if draft.parent is not None and not isinstance(draft.parent, StripeView):
-                fill_attr(beside.parent, draft.parent)
-            leased = draft.opened or draft.linked or (draft.born and draft.reply.entry.attr.inode)
+                beside.parent = attr_of(draft.parent)
+            leased = draft.opened or draft.linked
+            if not leased and draft.born:
+                leased = draft.reply.entry.attr.inode
             if leased:
-                entry = beside.entry if isinstance(beside, pb.CreateReply) else beside
+                entry = beside
+                if isinstance(beside, CreateReply):
+                    entry = beside.entry = Entry()
                 entry.lease_ms = self._view.issue_lease(session.number, draft.inodes[leased])
             # concatenated protobuf messages decode as one merged message
             answer += beside.SerializeToString()
         if draft.intent is not None:
             cut = asyncio.shield(self._cuts.begin(*draft.intent))
-            self._replies.reply_after(call, lambda: cut, answer)
+            self._replies.reply_after(call, partial(_returned, cut), answer)
         elif draft.sync or (effects and self._kv.sync_before_answer):
             self._replies.reply_after(call, partial(self._kv.sync, self._kv.sequence), answer)
         else:
@@ -305,3 +322,38 @@ class ChangeHandlers:
             if isinstance(wait, TruncationInProgress)
             else partial(self._appends.wait, inode),
         )
+
+
+def _returned(value: Any) -> Any:
+    return value
+
+
+class ChangeRoute:
+    """Handler of one method."""
+
+    __slots__ = ("_handlers", "_request_class", "_decide", "_home", "_is_change")
+
+    def __init__(
+        self,
+        handlers: ChangeHandlers,
+        request_class: Any,
+        decide: Decision,
+        home: Callable[[Any], int] | None,
+        is_change: bool,
+    ) -> None:
+        self._handlers = handlers
+        self._request_class = request_class
+        self._decide = decide
+        self._home = home
+        self._is_change = is_change
+
+    def __call__(self, call: Call) -> None:
+        """As `answer`, for the peer of the call."""
+        self.answer(call, self._handlers.caller_of(call))
+
+    def answer(self, call: Call, caller: CallerRights) -> None:
+        """Answer the call of this caller now, or keep it and answer later."""
+        if self._is_change:
+            self._handlers.answer_change(call, caller, self._request_class, self._decide, self._home)
+        else:
+            self._handlers.answer_query(call, caller, self._request_class, self._decide)

@@ -49,8 +49,9 @@ from nvpool.core.posix.byte_range_locks import EXCLUSIVE, RECORD, UNLOCKED
 from nvpool.meta.operations import permissions
 from nvpool.meta.operations import setattr as attributes_of
 from nvpool.meta.operations.listing import attributes, check_inode_count
+from nvpool.meta.operations.lookup import lookup
 from nvpool.meta.operations.permissions import READ, SEARCH, WRITE, mode_after_write, name_of
-from nvpool.meta.operations.queries import check_name_count, lookup
+from nvpool.meta.operations.queries import check_name_count
 from nvpool.meta.operations.rename import EXCHANGE
 from nvpool.meta.operations.xattr import KILL_SET_GID, check_name, drop_attribute
 from nvpool.meta.requests.path_walks import SEARCHED_MAX, SearchPaused, Walks
@@ -60,6 +61,7 @@ from nvpool.meta.state.records import Inode
 from nvpool.meta.state.transaction import Decision, Draft, View
 from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.messages.direntries import DirectoryPage
+from nvpool.rpc.messages.meta_messages import LookupRequest
 from nvpool.rpc.peer_roles import ANY_USER_BUT_ROOT, BELIEVED_GROUPS, Credentials
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
@@ -267,14 +269,15 @@ class LocalUsers:
         count = 0
         for directory in request.directories:
             for name in directory.names:
-                one = pb.LookupRequest(
+                one = LookupRequest(
                     session=request.session,
                     parent=directory.parent,
                     name=name,
                     rights=request.rights & grants.READ,
                 )
                 try:
-                    reply.found.add(entry=decide(view, one, now_ns()).reply)
+                    entry = decide(view, one, now_ns()).reply
+                    entry.copy_to(reply.found.add().entry)
                 except (Refused, Stale, CorruptRecord) as error:
                     reply.found.add(error=error.wire_code)
                 count += 1

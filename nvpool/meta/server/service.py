@@ -18,14 +18,8 @@ import os
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import (
-    Draining,
-    Fenced,
-    InvalidRequest,
-    NotSupported,
     NvpoolError,
     Refused,
 )
@@ -44,25 +38,24 @@ from nvpool.meta.requests.call_replies import CallReplies
 from nvpool.meta.requests.change_handlers import ChangeHandlers
 from nvpool.meta.requests.internal_changes import InternalChanges
 from nvpool.meta.requests.load_handler import LoadHandler
-from nvpool.meta.requests.local_user_permissions import LocalUsers, check_shards
+from nvpool.meta.requests.local_user_permissions import LocalUsers
 from nvpool.meta.requests.query_handlers import QueryHandlers
 from nvpool.meta.requests.session_handlers import SessionHandlers
 from nvpool.meta.requests.shard_parts import ServiceStatus, ShardParts
 from nvpool.meta.requests.slot_replays import SlotReplays
 from nvpool.meta.requests.trash_handlers import TrashHandlers
 from nvpool.meta.requests.volume_handlers import VolumeHandlers
-from nvpool.meta.server.fast_path import open_fast_path
+from nvpool.meta.server.request_dispatch import RequestDispatch, refuse_by_state
 from nvpool.meta.server.shard_report import ShardReport
 from nvpool.meta.sessions.lease_table import LeaseTable
 from nvpool.meta.sessions.lock_service import HOLD_BEYOND_GRANTS_S, LockService
-from nvpool.meta.sessions.table import Session, Sessions, Slot
+from nvpool.meta.sessions.table import Sessions
 from nvpool.meta.snapshot_barrier import SnapshotBarrier
 from nvpool.meta.state import records
 from nvpool.meta.state.append_reservations import AppendOrder
 from nvpool.meta.state.id_allocation import Numbers
 from nvpool.meta.state.lock_table import LockTable
 from nvpool.meta.state.quota import QuotaLedger
-from nvpool.meta.state.record_locks import LockedRecord
 from nvpool.meta.state.shard_identity import take_identity
 from nvpool.meta.state.transaction import View
 from nvpool.meta.store_client import Targets
@@ -135,7 +128,7 @@ class MetaService:
         self._replies: CallReplies
         self.slot_replays: SlotReplays
         self._report: ShardReport
-        self.fast_path: Any | None
+        self.dispatch: RequestDispatch | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -304,7 +297,16 @@ class MetaService:
             **dict.fromkeys(MigrationService.METHODS, self.moving.handle),
             **ChangeHandlers(parts, replies, self.slot_replays, self.internal_changes, handle).routes(),
         }
-        self.fast_path = open_fast_path(parts, self._change_failed)
+        self.dispatch = RequestDispatch(
+            parts.callers,
+            parts.status,
+            parts.clock,
+            self._die,
+            replies.retry,
+            parts.view.access,
+            parts.view,
+            self.routes,
+        )
 
     async def _begin_again(self) -> None:
         """Serve the records of a load that is complete."""
@@ -406,16 +408,6 @@ class MetaService:
             if not self.died.done():
                 self.died.set_exception(error)
 
-    def _change_failed(
-        self, session: Session, slot: Slot, sequence: int, mark: int, error: Exception
-    ) -> None:
-        """Record that the engine did not accept a change of the fast path, as `handle` does for others."""
-        if isinstance(error, Refused):
-            self.status.counters["refused"] += 1
-            self.slot_replays.keep_refusal(session, slot, sequence, mark, error)
-        elif isinstance(error, Fenced):
-            self._die(error)
-
     async def _run_leases(self) -> None:
         while True:
             await asyncio.sleep(self._options.tick_s)
@@ -514,44 +506,21 @@ class MetaService:
 
     def handle(self, call: Call) -> None:
         """Answer the call immediately, or keep it and answer later."""
-        access = self.parts.view.access if self.status.incarnation else None
-        try:
-            caller = self._callers.check(call)
-            if access is not None and access.restricted:
-                access.caller = caller.owner
-            if caller.user is not None and self.status.state == "serving":
-                check_shards(self.parts.view)
-            route = self.routes.get(call.method)
-            if route is None:
-                if not self.status.incarnation:
-                    self._refuse_by_state(call.method)  # the other handlers are made by `start`
-                raise NotSupported(f"a metadata service does not answer method {call.method}")
-            if self.status.state != "serving" and call.method not in _ALWAYS:
-                self._refuse_by_state(call.method)
-            try:
-                route(call)
-            except LockedRecord as held:
-                self._replies.retry(call, held.wait)
+        if self.dispatch is not None:
+            self.dispatch.handle(call)
+            return
+        try:  # the other handlers are made by `start`
+            self._callers.check(call)
+            if call.method == wire.META_STATUS:
+                self._reply_status(call)
+            else:
+                refuse_by_state(self.status.state, self._shard, call.method)
         except NvpoolError as error:
             if isinstance(error, Refused):
                 self.status.counters["refused"] += 1
-            elif isinstance(error, Fenced):
-                self._die(error)
             call.fail(error)
-        except DecodeError as error:
-            call.fail(InvalidRequest(f"the message of method {call.method} cannot be read: {error}"))
         except Exception as error:
             call.fail(error)
-        finally:
-            if access is not None:
-                access.caller = None
-
-    def _refuse_by_state(self, method: int) -> None:
-        if self.status.state == "fenced":
-            raise Fenced(f"shard {self._shard} has stopped serving; it will be started again")
-        if self.status.state != "loading" or method != wire.META_LOAD:
-            raise Draining(f"shard {self._shard} is {self.status.state}")
 
 
-_ALWAYS = frozenset((wire.META_STATUS,))
 __all__ = ["MetaOptions", "MetaService"]

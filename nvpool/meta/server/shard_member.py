@@ -42,7 +42,6 @@ from nvpool.kv.replication.member_engine import MemberKv, whole_term, with_term
 from nvpool.kv.replication.primary import Shipping, ShippingOptions
 from nvpool.kv.replication.standby import StandbyKv
 from nvpool.meta.server.commit_gate import CommitGate
-from nvpool.meta.server.fast_path import IS_COMPILED
 from nvpool.meta.server.replication_rpc import PrimaryService, StandbyService, WireStandby
 from nvpool.meta.server.service import MetaService
 from nvpool.meta.service_auth import ServiceRight
@@ -94,18 +93,27 @@ class MemberOptions:
 
 
 class MemberFastPath:
-    """Fast path of a primary whose answers need no commit gate: see meta/server/fast_path."""
+    """Handles the frames of a primary as its calls: see meta/server/request_dispatch."""
 
     def __init__(self, member: ShardMember) -> None:
         self._member = member
 
     def answer(
-        self, buffer: bytearray, end: int, in_work: dict, reply_stats: ReplyStats, out: list, side: Any = None
+        self,
+        buffer: bytearray,
+        end: int,
+        in_work: dict,
+        reply_stats: ReplyStats,
+        out: list,
+        side: Any = None,
+        watched: Callable[[Call], Call] | None = None,
     ) -> int:
         service = self._member.service
-        if service is None or self._member.handle != service.handle:
+        dispatch = service.dispatch if service is not None else None
+        if dispatch is None:
             return 0
-        return service.fast_path.answer(buffer, end, in_work, reply_stats, out, side)
+        handle = None if self._member.handle == service.handle else self._member.handle
+        return dispatch.answer(buffer, end, in_work, reply_stats, out, side, handle, watched)
 
 
 class ShardMember:
@@ -146,7 +154,7 @@ class ShardMember:
         self._removed = ""
         """Reason why the next process will not find the records of this one."""
         self.handle: Callable[[Call], None] = self._not_yet
-        self.fast_path = MemberFastPath(self) if IS_COMPILED else None
+        self.fast_path = MemberFastPath(self)
 
     @property
     def _shard(self) -> Shard:

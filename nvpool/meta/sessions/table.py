@@ -14,17 +14,21 @@ import struct
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import islice
 from math import inf
+from typing import Any
 
-from nvpool.core.checksum import crc32c
+from google.protobuf.message import Message
+
 from nvpool.core.errors import InvalidRequest, NvpoolError, StaleSession, TooManyOpen
 from nvpool.core.ids import partition_of
 from nvpool.core.names import squashes_root, user_in
+from nvpool.core.primitives import crc32c_of
 from nvpool.core.units import SLOTS_PER_SESSION
 from nvpool.kv.api import Kv
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.state import records, session_records
 from nvpool.meta.state.lock_table import LockTable
 from nvpool.meta.state.session_records import SessionRecord
+from nvpool.rpc.messages.meta_messages import CreateRequest, UnlinkRequest
 from nvpool.rpc.peer_limits import raise_it
 from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.v1 import meta_pb2
@@ -51,22 +55,23 @@ _VARIES = {
 }
 """Fields that depend on what the client process knows or has open. Another process of the same client may
 send other values with the same change."""
+_MESSAGES: dict[type, Any] = {CreateRequest: meta_pb2.CreateRequest, UnlinkRequest: meta_pb2.UnlinkRequest}
 _CHANGE_TAG, _ONE_BYTE = 1 << 3 | 2, 0x80
 
 
-def mark_of(method: int, request, message: bytes | memoryview) -> int:
+def mark_of(method: int, request: Any, message: bytes) -> int:
     """32-bit fingerprint of a change, to distinguish a replay from another request.
 
     A client that sends another request with a used sequence is thereby detected.
 
     It covers the method, the caller's uid and gid, and all fields but `change` (its epoch may be newer) and
-    those in `_VARIES`. `message` is the request as received, its fields in order as protobuf writes them;
-    `_fast_path` computes the same value.
+    those in `_VARIES`. `message` is the request as received, its fields in order as protobuf writes them.
     """
     change, varies = request.change, _VARIES.get(method)
-    if varies is not None and any(getattr(request, field) for field in varies):
-        plain = type(request)()
-        plain.CopyFrom(request)
+    if varies is not None and any([getattr(request, field) for field in varies]):
+        plain = (type(request) if isinstance(request, Message) else _MESSAGES[type(request)]).FromString(
+            message
+        )
         for field in varies:
             plain.ClearField(field)
         message = plain.SerializeToString()
@@ -74,7 +79,7 @@ def mark_of(method: int, request, message: bytes | memoryview) -> int:
         2 + message[1] if len(message) > 1 and message[0] == _CHANGE_TAG and message[1] < _ONE_BYTE else 0
     )
     return (
-        crc32c(message[behind:]) ^ method * 0x9E3779B1 ^ change.uid * 0x85EBCA6B ^ change.gid * 0xC2B2AE35
+        crc32c_of(message, behind) ^ method * 0x9E3779B1 ^ change.uid * 0x85EBCA6B ^ change.gid * 0xC2B2AE35
     ) & 0xFFFFFFFF
 
 
@@ -456,7 +461,7 @@ class Sessions:
         if isinstance(request, meta_pb2.OpenRequest):
             self.open(session, request.inode)
             slot.opened = request.inode
-        elif isinstance(request, meta_pb2.CreateRequest) and request.open:
+        elif isinstance(request, CreateRequest) and request.open:
             attr = meta_pb2.CreateReply.FromString(slot.answer).entry.attr
             if stat.S_ISREG(attr.mode):
                 self.open(session, attr.inode)

@@ -14,8 +14,11 @@ from typing import NamedTuple
 from nvpool.core.errors import CorruptRecord
 from nvpool.core.ids import COUNTER_BITS, COUNTER_MASK
 from nvpool.core.posix.byte_range_locks import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, WHOLE
+from nvpool.core.primitives import Reader, Writer
 from nvpool.core.units import PARTITION_COUNT, SLOTS_PER_SESSION, SYMLINK_BYTES_MAX
 from nvpool.poolmap.file_layout import Layout
+
+_in, _out = Reader(), Writer()
 
 # -- keys ------------------------------------------------------------------------------------------------------------
 
@@ -37,7 +40,11 @@ _SCATTER_1, _SCATTER_2 = 0x5851F42D4C957, 0x2545F4914F6CD
 """Odd numbers that scatter counters one to one over 51 bits (multiply, fold, multiply). Keys that rise within
 each of 4,096 ranges leave B-tree pages half full, because each range ends within a page: 99 bytes of LMDB per
 inode. Scattered: 67 bytes."""
-_GATHER_1, _GATHER_2 = pow(_SCATTER_1, -1, 1 << COUNTER_BITS), pow(_SCATTER_2, -1, 1 << COUNTER_BITS)
+_COUNTERS = COUNTER_MASK
+_GATHER_1, _GATHER_2 = (
+    pow(0x5851F42D4C957, -1, 1 << COUNTER_BITS),
+    pow(0x2545F4914F6CD, -1, 1 << COUNTER_BITS),
+)
 HASH_AT, NAME_AT = 10, 17
 
 
@@ -58,15 +65,16 @@ def partition_of_key(key: bytes) -> int:
 
 def numbered_key(kind: int, inode: int) -> bytes:
     """9 bytes: 16 bits of partition and kind, 56 bits of the inode's counter, scattered."""
-    x = inode * _SCATTER_1 & COUNTER_MASK
-    return (
-        (inode >> COUNTER_BITS << _KIND_BITS | kind) << 56 | (x ^ x >> 26) * _SCATTER_2 & COUNTER_MASK
-    ).to_bytes(9, "big")
+    x = inode * _SCATTER_1 & _COUNTERS
+    x = (x ^ x >> 26) * _SCATTER_2 & _COUNTERS
+    _out.begin()
+    _out.u16_big(inode >> 51 << 3 | kind)
+    _out.u56_big(x)
+    return _out.take()
 
 
 def inode_key(inode: int) -> bytes:
-    x = inode * _SCATTER_1 & COUNTER_MASK
-    return (inode >> COUNTER_BITS << 59 | (x ^ x >> 26) * _SCATTER_2 & COUNTER_MASK).to_bytes(9, "big")
+    return numbered_key(0, inode)
 
 
 def inode_of_key(key: bytes) -> int:
@@ -77,7 +85,12 @@ def inode_of_key(key: bytes) -> int:
 
 def dentry_key(partition: int, directory: int, name_hash: bytes, name: bytes) -> bytes:
     """Key of a directory entry: 17 bytes (prefix, directory u64, hash of the name) and the name."""
-    return _DENTRY_KEY.pack(partition << _KIND_BITS | DENTRY, directory) + name_hash + name
+    _out.begin()
+    _out.u16_big(partition << 3 | 1)
+    _out.u64_big(directory)
+    _out.raw(name_hash)
+    _out.raw(name)
+    return _out.take()
 
 
 def dentry_range(partition: int, directory: int, from_hash: bytes = b"") -> tuple[bytes, bytes]:
@@ -125,7 +138,11 @@ def session_key(session: int) -> bytes:
 
 
 def slot_key(session: int, slot: int) -> bytes:
-    return (SLOT << 72 | session << 8 | slot).to_bytes(11, "big")
+    _out.begin()
+    _out.u16_big(0x8003)
+    _out.u64_big(session)
+    _out.u8(slot)
+    return _out.take()
 
 
 def slot_range(session: int) -> tuple[bytes, bytes]:
@@ -176,23 +193,46 @@ LINKABLE = 1 << 9
 SHOWN_FLAGS = 0xFF
 
 _VERSION = 1
-_DEFAULT_LAYOUT = Layout()
 _S_IFMT, _S_IFDIR, _S_IFREG, _S_IFLNK = 0o170000, 0o040000, 0o100000, 0o120000
 _SIZE, _OWNER, _LINKS, _CTIME, _ATIME = 8, 10, 12, 13, 15
-_CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS, _PARENT, _CHANGE, _TOUCHED, _PUNCHES, _VOLUME = (
-    1 << bit for bit in range(17, 27)
-)
+_CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS = 1 << 17, 1 << 18, 1 << 19, 1 << 20, 1 << 21
+_PARENT, _CHANGE, _TOUCHED, _PUNCHES, _VOLUME = 1 << 22, 1 << 23, 1 << 24, 1 << 25, 1 << 26
 _BIRTH, _RESERVED = 27, 1 << 29
 _KNOWN = (1 << 30) - 1
-_HEAD = struct.Struct("<I")
-_SIZE_CODES, _OWNER_CODES = ("", "H", "I", "Q"), ("", "HH", "II", "H")
-_TIME_CODES, _BIRTH_CODES = ("", "I", "q"), ("", "", "I", "q")
-_structs: dict[int, struct.Struct] = {}
+_SIZE_MAX = (1 << 63) - 1
+_IS_TOUCHED = TOUCHED
 
 
 def blocks_of(size: int) -> int:
     """Number of 512-byte blocks of a file of this size without holes."""
     return (size + 4095 >> 12) << 3
+
+
+INODE_FIELDS = (
+    "number",
+    "mode",
+    "links",
+    "uid",
+    "gid",
+    "size",
+    "blocks",
+    "atime_ns",
+    "mtime_ns",
+    "ctime_ns",
+    "change",
+    "cut",
+    "rdev",
+    "table",
+    "chunk_bits",
+    "flags",
+    "parent",
+    "target",
+    "punches",
+    "volume",
+    "reserved",
+    "birth_ns",
+)
+"""Fields of an `Inode`, in the order of `inode_fields`."""
 
 
 class Inode:
@@ -206,30 +246,7 @@ class Inode:
     `birth_ns`: creation time; 0 in records from before it was stored.
     """
 
-    __slots__ = (
-        "number",
-        "mode",
-        "links",
-        "uid",
-        "gid",
-        "size",
-        "blocks",
-        "atime_ns",
-        "mtime_ns",
-        "ctime_ns",
-        "change",
-        "cut",
-        "rdev",
-        "table",
-        "chunk_bits",
-        "flags",
-        "parent",
-        "target",
-        "punches",
-        "volume",
-        "reserved",
-        "birth_ns",
-    )
+    __slots__ = INODE_FIELDS
 
     def __init__(
         self,
@@ -286,212 +303,230 @@ class Inode:
         return Layout(self.table, self.chunk_bits)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Inode) and all(getattr(self, f) == getattr(other, f) for f in self.__slots__)
-
-    __hash__ = None
+        return isinstance(other, Inode) and all(getattr(self, f) == getattr(other, f) for f in INODE_FIELDS)
 
     def __repr__(self) -> str:
-        return "Inode(" + ", ".join(f"{f}={getattr(self, f)!r}" for f in self.__slots__) + ")"
-
-
-def _inode_struct(head: int) -> struct.Struct:
-    """Layout of an inode record by its first 32 bits: version (8) and the presence and width of each field
-    (24)."""
-    size, owner, ctime, atime = head >> _SIZE & 3, head >> _OWNER & 3, head >> _CTIME & 3, head >> _ATIME & 3
-    if head & 0xFF != _VERSION or head & ~_KNOWN or ctime > 2 or atime > 2:
-        raise CorruptRecord(f"no inode record begins with {head:#010x}")
-    code = "<IHq" + ("Q" if head & _CHANGE else "B") + _SIZE_CODES[size] + _OWNER_CODES[owner]
-    code += "I" if head >> _LINKS & 1 else ""
-    code += (
-        _TIME_CODES[ctime]
-        + _TIME_CODES[atime]
-        + ("Q" if head & _CUT else "")
-        + ("Q" if head & _BLOCKS else "")
-    )
-    code += ("I" if head & _RDEV else "") + ("BB" if head & _LAYOUT else "") + ("H" if head & _FLAGS else "")
-    code += (
-        ("Q" if head & _PARENT else "") + ("Q" if head & _PUNCHES else "") + ("Q" if head & _VOLUME else "")
-    )
-    code += _BIRTH_CODES[head >> _BIRTH & 3] + ("Q" if head & _RESERVED else "")
-    made = _structs[head] = struct.Struct(code)
-    return made
+        return "Inode(" + ", ".join(f"{f}={getattr(self, f)!r}" for f in INODE_FIELDS) + ")"
 
 
 def encode_inode(i: Inode) -> bytes:
     """Fields with their usual value take no space: a file needs about 30 bytes."""
-    head, mtime, size, uid, gid = _VERSION, i.mtime_ns, i.size, i.uid, i.gid
+    out, head = _out, _VERSION
+    mtime, size, uid, gid, flags = i.mtime_ns, i.size, i.uid, i.gid, i.flags
+    ctime, atime, birth = i.ctime_ns, i.atime_ns, i.birth_ns
+    if (
+        size < 0
+        or i.links < 0
+        or i.links > 0xFFFFFFFF
+        or flags > 0xFFFF
+        or i.table > 0xFF
+        or i.chunk_bits > 0xFF
+    ):
+        raise OverflowError(f"no record can hold inode {i.number}: {i!r}")
+    out.begin()
+    out.u32(0)  # the head, written last
+    out.u16(i.mode)
+    out.i64(mtime)
     if i.change > 0xFF:
         head |= _CHANGE
-    values = [0, i.mode, mtime, i.change]
-    add = values.append
-    if size:
-        head |= (1 if size < 1 << 16 else 2 if size < 1 << 32 else 3) << _SIZE
-        add(size)
+        out.u64(i.change)
+    else:
+        out.u8(i.change)
+    if size > 0xFFFFFFFF:
+        head |= 3 << _SIZE
+        out.u64(size)
+    elif size > 0xFFFF:
+        head |= 2 << _SIZE
+        out.u32(size)
+    elif size:
+        head |= 1 << _SIZE
+        out.u16(size)
     if uid or gid:
-        add(uid)
-        if uid == gid < 1 << 16:
+        if uid == gid and uid <= 0xFFFF:
             head |= 3 << _OWNER
+            out.u16(uid)
+        elif uid <= 0xFFFF and gid <= 0xFFFF:
+            head |= 1 << _OWNER
+            out.u16(uid)
+            out.u16(gid)
         else:
-            head |= (1 if uid < 1 << 16 and gid < 1 << 16 else 2) << _OWNER
-            add(gid)
+            head |= 2 << _OWNER
+            out.u32(uid)
+            out.u32(gid)
     if i.links != 1:
         head |= 1 << _LINKS
-        add(i.links)
-    later = i.ctime_ns - mtime
-    if later:
-        if 0 < later < 1 << 32:
+        out.u32(i.links)
+    if ctime != mtime:
+        since = ctime - mtime
+        if ctime > mtime and since <= 0xFFFFFFFF:
             head |= 1 << _CTIME
-            add(later)
+            out.u32(since)
         else:
             head |= 2 << _CTIME
-            add(i.ctime_ns)
-    earlier = mtime - i.atime_ns
-    if earlier:
-        if 0 < earlier < 1 << 32:
+            out.i64(ctime)
+    if atime != mtime:
+        since = mtime - atime
+        if mtime > atime and since <= 0xFFFFFFFF:
             head |= 1 << _ATIME
-            add(earlier)
+            out.u32(since)
         else:
             head |= 2 << _ATIME
-            add(i.atime_ns)
+            out.i64(atime)
     if i.cut:
         head |= _CUT
-        add(i.cut)
-    if i.blocks != (blocks_of(size) if i.mode & _S_IFMT == _S_IFREG else 0):
+        out.u64(i.cut)
+    usual = size + 4095 >> 12 << 3 if i.mode & _S_IFMT == _S_IFREG else 0
+    if i.blocks != usual:
         head |= _BLOCKS
-        add(i.blocks)
+        out.u64(i.blocks)
     if i.rdev:
         head |= _RDEV
-        add(i.rdev)
+        out.u32(i.rdev)
     if i.table != 1 or i.chunk_bits != 20:
         head |= _LAYOUT
-        add(i.table)
-        add(i.chunk_bits)
-    flags = i.flags
-    if flags & TOUCHED:
+        out.u8(i.table)
+        out.u8(i.chunk_bits)
+    if flags & _IS_TOUCHED:
         head |= _TOUCHED
-        flags ^= TOUCHED
+        flags ^= _IS_TOUCHED
     if flags:
         head |= _FLAGS
-        add(flags)
+        out.u16(flags)
     if i.parent:
         head |= _PARENT
-        add(i.parent)
+        out.u64(i.parent)
     if i.punches:
         head |= _PUNCHES
-        add(i.punches)
+        out.u64(i.punches)
     if i.volume:
         head |= _VOLUME
-        add(i.volume)
-    if i.birth_ns:
-        since = mtime - i.birth_ns
-        if not since:
+        out.u64(i.volume)
+    if birth:
+        since = mtime - birth
+        if mtime == birth:
             head |= 1 << _BIRTH
-        elif 0 < since < 1 << 32:
+        elif mtime > birth and since <= 0xFFFFFFFF:
             head |= 2 << _BIRTH
-            add(since)
+            out.u32(since)
         else:
             head |= 3 << _BIRTH
-            add(i.birth_ns)
-    if i.reserved > size:
+            out.i64(birth)
+    kept = size
+    if i.reserved > kept:
         head |= _RESERVED
-        add(i.reserved)
-    values[0] = head
-    return (_structs.get(head) or _inode_struct(head)).pack(*values) + i.target
+        out.u64(i.reserved)
+    if i.target:
+        out.raw(i.target)
+    out.put_u32(0, head)
+    return out.take()
 
 
 def decode_inode(number: int, raw: bytes) -> Inode:
-    return Inode(*inode_fields(number, raw))
+    """CorruptRecord: the bytes are no record of an inode."""
+    source = _in
+    source.open(raw)
+    head = source.u32()
+    size, owner, ctime, atime = head >> _SIZE & 3, head >> _OWNER & 3, head >> _CTIME & 3, head >> _ATIME & 3
+    if source.failed:
+        raise CorruptRecord(f"the record of inode {number} has {len(raw)} bytes, too few")
+    if head & 0xFF != _VERSION or head & ~_KNOWN or ctime > 2 or atime > 2:
+        raise CorruptRecord(f"no inode record begins with {head:#010x}")
+    i = Inode.__new__(Inode)
+    i.number, i.links, i.table, i.chunk_bits = number, 1, 1, 20
+    i.uid = i.gid = i.rdev = i.flags = 0
+    i.cut = i.parent = i.punches = i.volume = i.reserved = 0
+    i.mode = source.u16()
+    mtime = source.i64()
+    i.mtime_ns = i.ctime_ns = i.atime_ns = mtime
+    i.birth_ns = 0
+    i.change = source.u64() if head & _CHANGE else source.u8()
+    length = source.u64() if size == 3 else source.u32() if size == 2 else source.u16() if size else 0
+    if length > _SIZE_MAX:
+        raise CorruptRecord(f"the record of inode {number} contradicts itself")
+    i.size = length
+    if owner == 3:
+        i.uid = i.gid = source.u16()
+    elif owner == 2:
+        i.uid = source.u32()
+        i.gid = source.u32()
+    elif owner:
+        i.uid = source.u16()
+        i.gid = source.u16()
+    if head >> _LINKS & 1:
+        i.links = source.u32()
+    if ctime == 1:
+        i.ctime_ns = mtime + source.u32()
+    elif ctime:
+        i.ctime_ns = source.i64()
+    if atime == 1:
+        i.atime_ns = mtime - source.u32()
+    elif atime:
+        i.atime_ns = source.i64()
+    if head & _CUT:
+        i.cut = source.u64()
+    kind = i.mode & _S_IFMT
+    if head & _BLOCKS:
+        i.blocks = source.u64()
+    else:
+        i.blocks = length + 4095 >> 12 << 3 if kind == _S_IFREG else 0
+    if head & _RDEV:
+        i.rdev = source.u32()
+    if head & _LAYOUT:
+        i.table = source.u8()
+        i.chunk_bits = source.u8()
+    if head & _FLAGS:
+        i.flags = source.u16()
+    if head & _PARENT:
+        i.parent = source.u64()
+    if head & _PUNCHES:
+        i.punches = source.u64()
+    if head & _VOLUME:
+        i.volume = source.u64()
+    birth = head >> _BIRTH & 3
+    if birth == 1:
+        i.birth_ns = mtime
+    elif birth == 2:
+        i.birth_ns = mtime - source.u32()
+    elif birth:
+        i.birth_ns = source.i64()
+    if head & _RESERVED:
+        i.reserved = source.u64()
+    if head & _TOUCHED:
+        i.flags |= _IS_TOUCHED
+    if source.failed:
+        raise CorruptRecord(f"the record of inode {number} has {len(raw)} bytes, too few")
+    target = i.target = source.rest()
+    if not kind or (kind == _S_IFLNK) != (len(target) > 0) or len(target) > SYMLINK_BYTES_MAX:
+        raise CorruptRecord(f"the record of inode {number} contradicts itself")
+    return i
 
 
 def inode_fields(number: int, raw: bytes) -> tuple:
     """Fields of an Inode in its order, for callers that read many inodes and change none."""
-    try:
-        (head,) = _HEAD.unpack_from(raw)
-        layout = _structs.get(head) or _inode_struct(head)
-        values = layout.unpack_from(raw)
-    except struct.error:
-        raise CorruptRecord(f"the record of inode {number} has {len(raw)} bytes, too few") from None
-    mode, mtime, change = values[1], values[2], values[3]
-    at = 4
-    size = uid = gid = cut = rdev = flags = parent = punches = volume = reserved = birth = 0
-    links = 1
-    ctime = atime = mtime
-    table, chunk_bits = _DEFAULT_LAYOUT
-    if head >> _SIZE & 3:
-        size = values[at]
-        at += 1
-    if code := head >> _OWNER & 3:
-        uid, gid = values[at], values[at if code == 3 else at + 1]
-        at += 1 if code == 3 else 2
-    if head >> _LINKS & 1:
-        links = values[at]
-        at += 1
-    if code := head >> _CTIME & 3:
-        ctime = values[at] + mtime if code == 1 else values[at]
-        at += 1
-    if code := head >> _ATIME & 3:
-        atime = mtime - values[at] if code == 1 else values[at]
-        at += 1
-    if head & _CUT:
-        cut = values[at]
-        at += 1
-    kind = mode & _S_IFMT
-    if head & _BLOCKS:
-        blocks = values[at]
-        at += 1
-    else:
-        blocks = (size + 4095 >> 12) << 3 if kind == _S_IFREG else 0
-    if head & _RDEV:
-        rdev = values[at]
-        at += 1
-    if head & _LAYOUT:
-        table, chunk_bits = values[at], values[at + 1]
-        at += 2
-    if head & _FLAGS:
-        flags = values[at]
-        at += 1
-    if head & _PARENT:
-        parent = values[at]
-        at += 1
-    if head & _PUNCHES:
-        punches = values[at]
-        at += 1
-    if head & _VOLUME:
-        volume = values[at]
-        at += 1
-    if code := head >> _BIRTH & 3:
-        birth = mtime if code == 1 else mtime - values[at] if code == 2 else values[at]
-        at += code > 1
-    if head & _RESERVED:
-        reserved = values[at]
-    if head & _TOUCHED:
-        flags |= TOUCHED
-    target = raw[layout.size :]
-    if (kind == _S_IFLNK) != bool(target) or len(target) > SYMLINK_BYTES_MAX or not kind:
-        raise CorruptRecord(f"the record of inode {number} contradicts itself")
+    i = decode_inode(number, raw)
     return (
-        number,
-        mode,
-        links,
-        uid,
-        gid,
-        size,
-        blocks,
-        atime,
-        mtime,
-        ctime,
-        change,
-        cut,
-        rdev,
-        table,
-        chunk_bits,
-        flags,
-        parent,
-        bytes(target),
-        punches,
-        volume,
-        reserved,
-        birth,
+        i.number,
+        i.mode,
+        i.links,
+        i.uid,
+        i.gid,
+        i.size,
+        i.blocks,
+        i.atime_ns,
+        i.mtime_ns,
+        i.ctime_ns,
+        i.change,
+        i.cut,
+        i.rdev,
+        i.table,
+        i.chunk_bits,
+        i.flags,
+        i.parent,
+        i.target,
+        i.punches,
+        i.volume,
+        i.reserved,
+        i.birth_ns,
     )
 
 
@@ -501,26 +536,53 @@ KINDS = frozenset((1, 2, 4, 6, 8, 10, 12))
 """File types of directory entries: FIFO, character device, directory, block device, file, symlink, socket."""
 
 
+_KIND_SET = 0x1556  # bits of KINDS
+
+
 def encode_dentry(partition: int, inode: int, kind: int) -> bytes:
     """Encode a dentry: version (4 bits), kind (4 bits), inode number.
 
     Of an inode in the dentry's own partition only the significant bytes of its counter are stored, else all
     eight bytes of the number.
     """
-    counter = inode & COUNTER_MASK
-    if inode >> COUNTER_BITS == partition:
-        return (_VERSION << 4 | kind).to_bytes() + counter.to_bytes((counter.bit_length() + 7) >> 3, "big")
-    return (_VERSION << 4 | kind).to_bytes() + inode.to_bytes(8, "big")
+    _out.begin()
+    _out.u8(16 | kind)
+    if inode >> 51 != partition:
+        _out.u64_big(inode)
+        return _out.take()
+    counter = inode & _COUNTERS
+    bits = 48
+    while bits >= 0 and not counter >> bits:
+        bits -= 8
+    while bits >= 0:
+        _out.u8(counter >> bits)
+        bits -= 8
+    return _out.take()
 
 
 def decode_dentry(partition: int, raw: bytes) -> tuple[int, int]:
     """(inode, kind)."""
-    head = raw[0] if raw else 0
-    kind = head & 15
-    number = int.from_bytes(raw[1:], "big")
-    if head >> 4 != _VERSION or kind not in KINDS or not 2 <= len(raw) <= 9 or not 0 < number < 1 << 63:
+    number = inode_of_dentry(partition, raw)
+    return number, raw[0] & 15
+
+
+def inode_of_dentry(partition: int, raw: bytes) -> int:
+    """Inode number in the value of a directory entry. CorruptRecord: it cannot be read."""
+    source = _in
+    source.open(raw)
+    count = len(raw)
+    head = source.u8()
+    number = 0
+    for _ in range(1, min(count, 9)):
+        number = number << 8 | source.u8()
+    if (
+        head >> 4 != _VERSION
+        or not _KIND_SET >> (head & 15) & 1
+        or not 2 <= count <= 9
+        or not 0 < number <= _SIZE_MAX
+    ):
         raise CorruptRecord("a directory entry cannot be read")
-    return (number, kind) if len(raw) == 9 else (partition << COUNTER_BITS | number, kind)
+    return number if count == 9 else partition << 51 | number
 
 
 # -- the others ------------------------------------------------------------------------------------------------------
@@ -636,11 +698,15 @@ def decode_bounds(raw: bytes) -> IssuedNumbers:
 
 
 def encode_counts(inodes: int) -> bytes:
-    return _COUNTS.pack(_VERSION, inodes)
+    _out.begin()
+    _out.u8(1)
+    _out.u64(inodes)
+    return _out.take()
 
 
 def decode_counts(raw: bytes) -> int:
     return _fields(_COUNTS, raw, "the count of inodes")[0]
 
 
+assert COUNTER_BITS == 51 and {kind for kind in range(16) if 0x1556 >> kind & 1} == KINDS
 assert PARTITION_COUNT << _KIND_BITS == SHARD and SLOTS_PER_SESSION < 255

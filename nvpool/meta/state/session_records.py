@@ -13,6 +13,7 @@ import struct
 from typing import NamedTuple
 
 from nvpool.core.errors import CorruptRecord
+from nvpool.core.primitives import Writer
 
 SECRET_BYTES = 16
 _VERSION = 1
@@ -24,6 +25,7 @@ _MARK_TAG = bytes((0xFD, 0xFF, 0xFF, 0xFF, 0x0F))
 """Tag of the field 2^29 - 1, the highest possible number, with four bytes: protocol buffers, encoding,
 I32."""
 _MARK = struct.Struct("<5sI")
+_out = Writer()
 
 
 class SessionRecord(NamedTuple):
@@ -86,8 +88,16 @@ def decode_session(raw: bytes) -> SessionRecord:
 
 
 def encode_slot(sequence: int, waits_for: int, answer: bytes, mark: int | None = None) -> bytes:
-    head = _SLOT.pack(_VERSION, sequence, waits_for)
-    return head + answer if mark is None else b"".join((head, answer, _MARK.pack(_MARK_TAG, mark)))
+    """Encode a slot record; without `mark` it has no fingerprint."""
+    _out.begin()
+    _out.u8(1)
+    _out.u64(sequence)
+    _out.u64(waits_for)
+    _out.raw(answer)
+    if mark is not None:
+        _out.raw(_MARK_TAG)
+        _out.u32(mark)
+    return _out.take()
 
 
 def decode_slot(raw: bytes) -> SlotRecord:

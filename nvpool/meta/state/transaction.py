@@ -8,6 +8,7 @@ wait first raises TruncationInProgress, which only the service sees.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
@@ -21,21 +22,23 @@ from nvpool.core.errors import (
     SpreadDirectory,
     WrongShard,
 )
-from nvpool.core.grants import ENCRYPTED, EPOCH_MASK, WRITE, Grant, member_tag, sign, volume_tag
+from nvpool.core.grants import ENCRYPTED, EPOCH_MASK, WRITE, grant_signer, member_tag, volume_tag
 from nvpool.core.ids import COUNTER_BITS, inode_number
 from nvpool.core.posix.acl import Acl, encode_acl
+from nvpool.core.primitives import Writer
 from nvpool.core.units import NAME_BYTES_MAX, PARTITION_COUNT
 from nvpool.kv.api import Kv
 from nvpool.meta.state import records, striped_dirs
 from nvpool.meta.state.append_reservations import AppendOrder
 from nvpool.meta.state.lock_table import LockTable
 from nvpool.meta.state.quota import QuotaAccount, QuotaLedger, account
-from nvpool.meta.state.records import DIVIDED, TRASHED, WIDE, Inode, Intent
+from nvpool.meta.state.records import DIVIDED, INODE_FIELDS, TRASHED, WIDE, Inode, Intent
 from nvpool.meta.state.striped_dirs import StripeView
 from nvpool.meta.state.volume_access import VolumeAccess
 from nvpool.meta.state.volume_records import TRASH, Trashed, encode_trashed, volume_key
 from nvpool.poolmap.model import PoolMap
 from nvpool.poolmap.shards.partitions import name_hasher, partition_of_name
+from nvpool.rpc.messages.meta_messages import Attr, Entry
 from nvpool.rpc.v1 import meta_pb2
 from nvpool.security.volume_keys import PoolKeys
 
@@ -46,7 +49,13 @@ SEALED_LEASE_MS = 3_600_000
 """Lease time in a sealed volume, whose contents do not change. A change of its rights, and its removal, end
 all leases."""
 
-_FLAGS = Inode.__slots__.index("flags")
+_FLAGS = INODE_FIELDS.index("flags")
+_DIVIDED, _TRASHED, _WIDE, _TOUCHED, _SHOWN = DIVIDED, TRASHED, WIDE, records.TOUCHED, records.SHOWN_FLAGS
+_S_IFMT, _S_IFDIR, _S_IFREG = 0o170000, 0o040000, 0o100000
+_ORPHAN = records.ORPHAN
+_INODE_MAX = (1 << 63) - 1
+_NUMBER = struct.Struct(">Q")
+_out = Writer()
 
 
 class TruncationInProgress(Exception):
@@ -90,6 +99,7 @@ class View:
         self.name_key = identity.name_key
         self.name_hash = name_hasher(identity.name_key)
         self.grant_secret = grant_secret
+        self._sign = grant_signer(grant_secret)
         self.grant_ms = int(grant_s * 1000)
         self.pool_keys = pool_keys or PoolKeys()
         self.next_number = 0
@@ -121,7 +131,7 @@ class View:
         """
         # the collector recalls no lease of an unlinked inode, and a stripe changes a divided directory
         # without a recall
-        if not inode.links or inode.number in self.cutting or inode.flags & DIVIDED:
+        if not inode.links or inode.flags & _DIVIDED or (self.cutting and inode.number in self.cutting):
             return 0
         if not self._register_leases(session, (inode.number,)):
             return 0
@@ -155,7 +165,7 @@ class View:
 
     def inode(self, number: int) -> Inode:
         """Read an inode. NotFound: it does not exist. WrongShard: another shard owns its partition."""
-        raw = self.get(records.inode_key(number)) if 0 < number < 1 << 63 else None
+        raw = self.get(records.inode_key(number)) if 0 < number <= _INODE_MAX else None
         if raw is None:
             self._check_owner(number >> COUNTER_BITS)
             raise NotFound(f"there is no inode {number}")
@@ -213,7 +223,13 @@ class View:
 
         A removed directory is still there while it is open: see `entered`.
         """
-        return _directory(self.inode, number)
+        try:
+            found = self.inode(number)
+        except NotFound:
+            raise DirectoryGone(f"there is no directory {number} any more") from None
+        if found.mode & _S_IFMT != _S_IFDIR:
+            raise NotADirectory(f"inode {number} is not a directory")
+        return found
 
     def holder(self, number: int) -> Inode:
         """Record that counts changes of names in the directory: its inode, or this shard's stripe.
@@ -233,7 +249,7 @@ class View:
         found = self.directory(number)
         return (
             (self._part(number) or striped_dirs.new_part(found, self.shard))
-            if found.flags & DIVIDED
+            if found.flags & _DIVIDED
             else found
         )
 
@@ -315,7 +331,10 @@ class View:
         if not name or name in (b".", b"..") or b"/" in name or b"\0" in name:
             raise InvalidRequest(f"{name!r} cannot be a name")
         name_hash = self.name_hash(directory.number, name)
-        partition = partition_of_name(directory.number, bool(directory.flags & records.WIDE), name_hash)
+        if directory.flags & _WIDE:
+            partition = partition_of_name(directory.number, True, name_hash)
+        else:
+            partition = directory.number >> 51
         if self.owners:
             self._check_owner(partition)
         return partition, name_hash, records.dentry_key(partition, directory.number, name_hash, name)
@@ -344,26 +363,64 @@ class View:
         self, rights: int, session: int, number: int, cut: int, table: int, volume: int, now_ns: int
     ) -> bytes:
         """Grant for a file with these attributes, without any check."""
-        ends_ms = now_ns // 1_000_000 + self.grant_ms
-        if volume in self.access.encrypted:
-            rights |= ENCRYPTED
-        if not volume:  # then there is no right that could be revoked
-            return sign(Grant(rights, 0, session, number, cut, ends_ms, table), self.grant_secret)
-        return sign(
-            Grant(
-                rights,
-                0,
-                session,
-                number,
-                cut,
-                ends_ms,
-                table,
-                self.map_epoch & EPOCH_MASK,
-                volume_tag(volume),
-                member_tag(self.access.caller or ""),
-            ),
-            self.grant_secret,
-        )
+        # the format is described in core/grants
+        epoch = tag = member = 0
+        if volume:  # without a volume there is no right that could be revoked
+            epoch, tag = self.map_epoch & EPOCH_MASK, volume_tag(volume)
+            member = member_tag(self.access.caller or "")
+            if volume in self.access.encrypted:
+                rights |= ENCRYPTED
+        _out.begin()
+        _out.u8(1)
+        _out.u8(rights)
+        _out.u16(0)
+        _out.u64(session)
+        _out.u64(number)
+        _out.u64(cut)
+        _out.u64(now_ns // 1_000_000 + self.grant_ms)
+        _out.u8(table if table > 1 else 0)
+        _out.u8(epoch >> 16)
+        _out.u16(epoch)
+        _out.u16(tag)
+        _out.u16(member)
+        return self._sign(_out.take())
+
+    def take_state(self, base: View) -> None:
+        """Read the same records as `base` with the same facts, for a view that extends `base`."""
+        for name in VIEW_FIELDS:
+            setattr(self, name, getattr(base, name))
+
+
+VIEW_FIELDS = (
+    "locks",
+    "get",
+    "get_many",
+    "scan",
+    "snapshot",
+    "shard",
+    "name_key",
+    "name_hash",
+    "grant_secret",
+    "_sign",
+    "grant_ms",
+    "pool_keys",
+    "next_number",
+    "inode_count",
+    "serves",
+    "check_partition",
+    "cutting",
+    "owners",
+    "shards",
+    "tables",
+    "map_epoch",
+    "lease_ms",
+    "_register_leases",
+    "rooms",
+    "appends",
+    "access",
+    "trashes",
+    "is_open",
+)
 
 
 def _directory(find: Callable[[int], Inode], number: int) -> Inode:
@@ -371,7 +428,7 @@ def _directory(find: Callable[[int], Inode], number: int) -> Inode:
         found = find(number)
     except NotFound:
         raise DirectoryGone(f"there is no directory {number} any more") from None
-    if not found.is_directory:
+    if found.mode & _S_IFMT != _S_IFDIR:
         raise NotADirectory(f"inode {number} is not a directory")
     return found
 
@@ -445,7 +502,7 @@ class Draft:
     def entered(self, number: int) -> Inode:
         """A directory that can take names. DirectoryGone: it was removed, even if a session has it open."""
         found = self.directory(number)
-        if not found.links or found.flags & TRASHED:
+        if not found.links or found.flags & _TRASHED:
             raise DirectoryGone(f"directory {number} was removed")
         return found
 
@@ -453,15 +510,19 @@ class Draft:
         """As `View.holder`, with each record read once."""
         found = self.inodes.get(number)
         if found is None:
-            found = self.inodes[number] = _directory(self.view.holder, number)
-        elif not found.is_directory:  # a request may name a file twice, once as the directory
+            try:
+                found = self.view.holder(number)
+            except NotFound:
+                raise DirectoryGone(f"there is no directory {number} any more") from None
+            self.inodes[number] = found
+        elif found.mode & _S_IFMT != _S_IFDIR:  # a request may name a file twice, once as the directory
             raise NotADirectory(f"inode {number} is not a directory")
         return found
 
     def entered_holder(self, number: int) -> Inode:
         """As `entered`, for a change of names: returns the record that counts them."""
         found = self.holder(number)
-        if not found.links or found.flags & TRASHED:
+        if not found.links or found.flags & _TRASHED:
             raise DirectoryGone(f"directory {number} was removed")
         return found
 
@@ -527,8 +588,8 @@ class Draft:
         """Write the record of a file in which nothing has changed that clients see."""
         self.effects[records.inode_key(inode.number)] = records.encode_inode(inode)
 
-    def birth(self, partition: int, **fields) -> Inode:
-        """Create an inode with the next number; all its times are now."""
+    def birth(self, partition: int, mode: int, uid: int, gid: int, volume: int) -> Inode:
+        """Create an inode with the next number; all its times are now. The caller sets the other fields."""
         view, self.adds = self.view, True
         if view.owners and view.is_elsewhere(partition):
             number = view.number_of_birth(partition)  # the participant that locks the number counts it, too
@@ -538,9 +599,10 @@ class Draft:
             number = inode_number(partition, view.next_number)
             self.born = True
             self.effects[records.COUNTS_KEY] = records.encode_counts(view.inode_count + 1)
-        now = self.now_ns
-        born = Inode(number, atime_ns=now, mtime_ns=now, ctime_ns=now, birth_ns=now, **fields)
-        if born.volume and (found := self.account(born.volume)) is not None:
+        born = Inode(number, mode)
+        born.uid, born.gid, born.volume = uid, gid, volume
+        born.atime_ns = born.mtime_ns = born.ctime_ns = born.birth_ns = self.now_ns
+        if volume and (found := self.account(volume)) is not None:
             found.add_file()
         self.inodes[number] = self.dirty[number] = born
         return born
@@ -563,7 +625,7 @@ class Draft:
                 inode.flags |= TRASHED
                 self.stamp(inode)
                 entry = Trashed(inode.ctime_ns, inode.ctime_ns + record.trash_s * 10**9, directory, name)
-                key = volume_key(TRASH, inode.volume, inode.number.to_bytes(8, "big"))
+                key = volume_key(TRASH, inode.volume, _NUMBER.pack(inode.number))
                 self.effects[key] = encode_trashed(entry)
                 self.view.trashes.add(inode.volume)
                 return
@@ -574,7 +636,7 @@ class Draft:
 
         Without names the inode becomes an orphan, which is kept while a session has it open.
         """
-        inode.links = 0 if inode.is_directory else inode.links - 1
+        inode.links = 0 if inode.mode & _S_IFMT == _S_IFDIR else inode.links - 1
         self.stamp(inode)
         if not inode.links:
             value = records.ORPHAN_VALUE
@@ -589,12 +651,12 @@ class Draft:
 
     def grant(self, inode: Inode, rights: int, session: int) -> bytes:
         """Grant for a file; b"" if none is wanted, or there is nothing to grant."""
-        if not rights & GRANT_RIGHTS or not inode.is_file:
+        if not rights & 3 or inode.mode & _S_IFMT != _S_IFREG:
             return b""
         if inode.volume and rights & WRITE and self.view.access.restricted:
             self.view.access.check_change(inode.volume)
-        if rights & WRITE and not inode.flags & records.TOUCHED:
-            inode.flags |= records.TOUCHED
+        if rights & 2 and not inode.flags & _TOUCHED:
+            inode.flags |= _TOUCHED
             self.dirty[inode.number] = inode
         if self.intent is not None and self.intent[0] == inode.number:
             # The answer that carries the grant is sent only when all targets have done the truncation.
@@ -647,54 +709,45 @@ class Draft:
         """All effects of the change; each changed inode is encoded here, once."""
         effects = self.effects
         if self.accounts is not None:
-            effects.update(found.effect() for found in self.accounts.values())
+            for changed in self.accounts.values():
+                use_key, use = changed.effect()
+                effects[use_key] = use
         access = self.view.access if self.view.access.restricted else None
-        for number, inode in self.dirty.items():
+        for inode in self.dirty.values():
             if access is not None and inode.volume:
                 access.check_change(inode.volume)
-            if inode.is_directory:
-                effects.update(striped_dirs.effects_of(inode))
+            if type(inode) is Inode:
+                effects[records.inode_key(inode.number)] = records.encode_inode(inode)
             else:
-                effects[records.inode_key(number)] = records.encode_inode(inode)
+                effects.update(striped_dirs.effects_of(inode))
         return effects
 
 
 Decision = Callable[[View, Any, int], Draft]
 
 
-def fill_attr(attr: meta_pb2.Attr, inode: Inode) -> None:
-    """Write an inode into a message in place: on the hot path no message is copied."""
-    attr.inode = inode.number
-    attr.mode = inode.mode
-    attr.links = inode.links
-    attr.uid = inode.uid
-    attr.gid = inode.gid
-    attr.size = inode.size
-    attr.blocks = inode.blocks
-    attr.atime_ns = inode.atime_ns
-    attr.mtime_ns = inode.mtime_ns
-    attr.ctime_ns = inode.ctime_ns
-    attr.table = inode.table
-    attr.chunk_bits = inode.chunk_bits
-    attr.change = inode.change
+def attr_of(inode: Inode) -> Attr:
+    """Attributes of an inode as clients see them."""
+    attr = Attr()
+    attr.inode, attr.mode, attr.links = inode.number, inode.mode, inode.links
+    attr.uid, attr.gid, attr.size, attr.blocks = inode.uid, inode.gid, inode.size, inode.blocks
+    attr.atime_ns, attr.mtime_ns, attr.ctime_ns = inode.atime_ns, inode.mtime_ns, inode.ctime_ns
+    attr.rdev, attr.table, attr.chunk_bits = inode.rdev, inode.table, inode.chunk_bits
+    attr.change, attr.parent, attr.volume = inode.change, inode.parent, inode.volume
+    attr.flags = inode.flags & _SHOWN
+    attr.cut = inode.cut
     if inode.cut:
-        attr.cut = inode.cut
-        if inode.punches:
-            attr.punches = inode.punches
-    if inode.flags & records.SHOWN_FLAGS:
-        attr.flags = inode.flags & records.SHOWN_FLAGS
-        if inode.flags & TRASHED:  # the trash entry counts as a link, but is no name
-            attr.links = 0 if inode.is_directory else inode.links - 1
-    if inode.rdev:
-        attr.rdev = inode.rdev
-    if inode.parent:
-        attr.parent = inode.parent
-    if inode.volume:
-        attr.volume = inode.volume
+        attr.punches = inode.punches
+    if inode.flags & _TRASHED:  # the trash entry counts as a link, but is no name
+        attr.links = 0 if inode.mode & _S_IFMT == _S_IFDIR else inode.links - 1
+    return attr
 
 
-def fill_elsewhere(entry: meta_pb2.Entry, number: int, kind: int) -> None:
-    """Fill an entry for an inode of another shard with what its name says: number and kind."""
-    entry.elsewhere = True
-    entry.attr.inode = number
-    entry.attr.mode = kind << 12
+def fill_attr(message: meta_pb2.Attr, inode: Inode) -> None:
+    """As `attr_of`, for an empty protobuf message."""
+    attr_of(inode).copy_to(message)
+
+
+def elsewhere_entry(number: int, kind: int) -> Entry:
+    """Entry for an inode of another shard with what its name says: number and kind."""
+    return Entry(Attr(inode=number, mode=kind << 12), elsewhere=True)

@@ -85,7 +85,7 @@ class TransactionView(View):
     """Extends the view `base` of this shard. Each attempt of a decision creates a new one."""
 
     def __init__(self, base: View, span: CrossShardTransaction) -> None:
-        self.__dict__.update(base.__dict__)
+        self.take_state(base)
         self._base = base
         self._span = span
         self.get, self.scan = self._get, self._scan

@@ -94,13 +94,15 @@ class RequestFastPath:
         if answer is not None and nbytes and not frames.out:
             buffer = frames.reader.empty
             if buffer is not None and connection.greeted and not connection.draining:
-                out = frames.out
+                # a list of its own: a handler may send other replies meanwhile
+                out: list[Buffer] = []
                 taken = answer(buffer, nbytes, connection.in_work, connection.reply_stats, out, self._later)
                 if taken:
-                    if taken == nbytes and len(out) < 2:
+                    if taken == nbytes and len(out) < 2 and not frames.out:
                         if out:
                             frames.transport.write(out.pop())
                         return
+                    frames.out += out
                     frames.out_bytes += sum(map(len, out))
                     frames.reader.skip(taken)
         frames.receive(nbytes)

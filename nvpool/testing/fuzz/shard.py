@@ -127,7 +127,7 @@ class ShardPlace(FuzzTarget):
         await self._plant()
         self._know()
         self.connect(
-            self.service.handle, self._peer, self.service.fast_path and self.service.fast_path.answer
+            self.service.handle, self._peer, self.service.dispatch.answer
         )
         self._protected = self._guarded()
         self._open_session()

@@ -345,29 +345,31 @@ async def test_refusal_names_the_user(place):
         await place.root.lookup(private, b"f")
 
 
-@pytest.mark.compiled
-def test_fast_path_is_not_used(tmp_path):
-    """Only the slow path checks modes and paths."""
-    from tests.unit.meta.server.test_meta_fast_path import GETATTR, REQUEST, Ordinary, ReplyStats, pack_head
+def test_frames_of_a_bound_client_are_checked_too(tmp_path):
+    """A frame takes the same way as a call: modes and paths are checked."""
+    from tests.unit.meta.server.test_request_dispatch import (
+        LOOKUP,
+        REQUEST,
+        Ordinary,
+        ReplyStats,
+        pack_head,
+        read_head,
+    )
 
     async def main():
         place = await Place().start()
         try:
-            message = pb.GetAttrRequest(session=place.root.session, inode=ROOT).SerializeToString()
-            frame = pack_head(REQUEST, GETATTR, 7, 1000, message, 0)
-            for peer, taken in ((PEER._replace(member=new_member("client", "x")), False), (PEER, False)):
-                side, out = Ordinary(place.service), []
-                side.peer = peer
-                assert (
-                    bool(
-                        place.service.fast_path.answer(
-                            bytearray(frame), len(frame), {}, ReplyStats(), out, side
-                        )
-                    )
-                    == taken
-                )
-            side.peer = PEER._replace(member="node/1")
-            assert place.service.fast_path.answer(bytearray(frame), len(frame), {}, ReplyStats(), out, side)
+            private = (await place.node.mkdir(ROOT, b"closed")).inode
+            await place.node.setattr(private, 1, mode=0o700)
+            await place.node.file(private, b"f")
+            session = place.root.session
+            message = pb.LookupRequest(session=session, parent=private, name=b"f").SerializeToString()
+            frame, side, out = pack_head(REQUEST, LOOKUP, 7, 1000, message, 0), Ordinary(place.service), []
+            side.peer = PEER
+            dispatch = place.service.dispatch
+            assert dispatch.answer(bytearray(frame), len(frame), {}, ReplyStats(), out, side) == len(frame)
+            status = read_head(bytearray(out[0]), 0, len(out[0]), 0)[1]
+            assert status == AccessDenied.wire_code
         finally:
             await place.service.close()
 

@@ -1,0 +1,68 @@
+# cython: language_level=3
+"""Types of `primitives` for modules that are compiled with it."""
+
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+
+
+cdef class Writer:
+    cdef uint8_t *_begin
+    cdef uint8_t *_at
+    cdef uint8_t *_end
+    cdef int _grow(self, Py_ssize_t count) except -1 nogil
+    cdef int begin(self) except -1
+    cdef Py_ssize_t size(self) noexcept
+    cdef bytes take(self)
+    cdef int u8(self, uint64_t value) except -1
+    cdef int u16(self, uint64_t value) except -1
+    cdef int u32(self, uint64_t value) except -1
+    cdef int u64(self, uint64_t value) except -1
+    cdef int i64(self, int64_t value) except -1
+    cdef int u16_big(self, uint64_t value) except -1
+    cdef int u56_big(self, uint64_t value) except -1
+    cdef int u64_big(self, uint64_t value) except -1
+    cdef int raw(self, bytes some) except -1
+    cdef int varint(self, uint64_t value) except -1
+    cdef int number(self, uint64_t tag, uint64_t value) except -1
+    cdef int fixed(self, uint64_t tag, uint64_t value) except -1
+    cdef int sfixed(self, uint64_t tag, int64_t value) except -1
+    cdef int blob(self, uint64_t tag, bytes some) except -1
+    cdef Py_ssize_t open(self, uint64_t tag) except -1
+    cdef int close(self, Py_ssize_t mark) except -1
+    cdef int put_u32(self, Py_ssize_t place, uint32_t value) except -1
+
+
+cdef class Reader:
+    cdef object _raw
+    cdef const uint8_t *_base
+    cdef const uint8_t *_at
+    cdef const uint8_t *_end
+    cdef readonly bint failed
+    cdef readonly uint64_t value
+    cdef uint64_t _last
+    cdef const uint8_t *_blob
+    cdef int open(self, bytes raw) except -1
+    cdef uint64_t u8(self) noexcept
+    cdef uint64_t u16(self) noexcept
+    cdef uint64_t u32(self) noexcept
+    cdef uint64_t u64(self) noexcept
+    cdef int64_t i64(self) noexcept
+    cdef bytes rest(self)
+    cdef uint64_t field(self) noexcept
+    cdef int64_t signed(self) noexcept
+    cdef bytes blob(self)
+    cdef Py_ssize_t enter(self) noexcept
+    cdef int leave(self, Py_ssize_t mark, uint64_t tag) noexcept
+    cdef Py_ssize_t place(self) noexcept
+
+
+cdef class FrameReader:
+    cdef readonly uint32_t method, number, deadline_ms
+    cdef readonly Py_ssize_t frame_bytes
+    cdef bytes take(self, bytearray buffer, Py_ssize_t at, Py_ssize_t end, Py_ssize_t message_max)
+
+
+cpdef uint32_t crc32c_of(bytes some, Py_ssize_t first) noexcept
+cpdef bytes reply_frame(uint32_t number, uint32_t status, bytes message)
+cpdef double boottime_s() noexcept
+cpdef int64_t wall_ns() noexcept
+cpdef int duration_slot(double took_s) noexcept

@@ -1,0 +1,293 @@
+"""Primitives of the typed modules: write and read packed bytes, frame headers, clocks.
+
+`primitives.pyx` is the compiled form; this module runs where nothing is compiled (`NVPOOL_PURE=1`). The typed
+modules (a `.py` beside a `.pxd`) use nothing else that needs pointers, so each of them has one source. A
+`Writer` and a `Reader` are used by one caller at a time, which does not wait while it uses them.
+"""
+
+from __future__ import annotations
+
+import time
+
+from crc32c import crc32c
+
+HEADER_BYTES = 32
+_MAGIC, _REQUEST, _REPLY = 0x504E, 2, 3
+
+
+class Writer:
+    """Buffer to which numbers and bytes are appended; `take` returns a copy of its content."""
+
+    __slots__ = ("_bytes",)
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def begin(self) -> None:
+        """Empty the buffer."""
+        self._bytes.clear()
+
+    def size(self) -> int:
+        return len(self._bytes)
+
+    def take(self) -> bytes:
+        return bytes(self._bytes)
+
+    def u8(self, value: int) -> None:
+        self._bytes.append(value & 0xFF)
+
+    def u16(self, value: int) -> None:
+        self._bytes += (value & 0xFFFF).to_bytes(2, "little")
+
+    def u32(self, value: int) -> None:
+        self._bytes += (value & 0xFFFFFFFF).to_bytes(4, "little")
+
+    def u64(self, value: int) -> None:
+        self._bytes += value.to_bytes(8, "little")
+
+    def i64(self, value: int) -> None:
+        self._bytes += value.to_bytes(8, "little", signed=True)
+
+    def u16_big(self, value: int) -> None:
+        self._bytes += (value & 0xFFFF).to_bytes(2, "big")
+
+    def u56_big(self, value: int) -> None:
+        self._bytes += value.to_bytes(7, "big")
+
+    def u64_big(self, value: int) -> None:
+        self._bytes += value.to_bytes(8, "big")
+
+    def raw(self, some: bytes) -> None:
+        self._bytes += some
+
+    def varint(self, value: int) -> None:
+        while value > 127:
+            self._bytes.append(value & 127 | 128)
+            value >>= 7
+        self._bytes.append(value)
+
+    def number(self, tag: int, value: int) -> None:
+        """Append a varint field, as proto3 does: nothing for 0."""
+        if value:
+            self.varint(tag)
+            self.varint(int(value))
+
+    def fixed(self, tag: int, value: int) -> None:
+        """Append a fixed64 field; nothing for 0."""
+        if value:
+            self.varint(tag)
+            self.u64(value)
+
+    def sfixed(self, tag: int, value: int) -> None:
+        """Append an sfixed64 field; nothing for 0."""
+        if value:
+            self.varint(tag)
+            self.i64(value)
+
+    def blob(self, tag: int, some: bytes) -> None:
+        """Append a field of bytes; nothing for none."""
+        if some:
+            self.varint(tag)
+            self.varint(len(some))
+            self._bytes += some
+
+    def open(self, tag: int) -> int:
+        """Begin a field that is a message; what is appended up to `close` is its content. Returns a mark."""
+        self.varint(tag)
+        self._bytes.append(0)
+        return len(self._bytes)
+
+    def close(self, mark: int) -> None:
+        """End the message with this mark."""
+        content = bytes(self._bytes[mark:])
+        del self._bytes[mark - 1 :]
+        self.varint(len(content))
+        self._bytes += content
+
+    def put_u32(self, place: int, value: int) -> None:
+        """Overwrite four bytes."""
+        self._bytes[place : place + 4] = value.to_bytes(4, "little")
+
+
+class Reader:
+    """Reads numbers and protobuf fields of a byte string.
+
+    After a read beyond the end `failed` is True, and the values are 0.
+    """
+
+    __slots__ = ("_raw", "_at", "_end", "failed", "value", "_last", "_blob")
+
+    def __init__(self) -> None:
+        self.open(b"")
+
+    def open(self, raw: bytes) -> None:
+        """Read `raw` from its beginning."""
+        if type(raw) is not bytes:
+            raise TypeError(f"expected bytes, got {type(raw).__name__}")
+        self._raw, self._at, self._end = raw, 0, len(raw)
+        self.failed = False
+        self.value = self._last = self._blob = 0
+
+    def _number(self, count: int, signed: bool = False) -> int:
+        at = self._at
+        if self._end - at < count:
+            self.failed = True
+            return 0
+        self._at = at + count
+        return int.from_bytes(self._raw[at : at + count], "little", signed=signed)
+
+    def u8(self) -> int:
+        return self._number(1)
+
+    def u16(self) -> int:
+        return self._number(2)
+
+    def u32(self) -> int:
+        return self._number(4)
+
+    def u64(self) -> int:
+        return self._number(8)
+
+    def i64(self) -> int:
+        return self._number(8, True)
+
+    def rest(self) -> bytes:
+        """All bytes that are not read yet."""
+        return self._raw[self._at : self._end]
+
+    def _varint(self) -> int:
+        found = shift = 0
+        while self._at < self._end and shift < 63:
+            byte = self._raw[self._at]
+            self._at += 1
+            found |= (byte & 127) << shift
+            if byte < 128:
+                return found
+            shift += 7
+        self.failed = True
+        return 0
+
+    def field(self) -> int:
+        """Read the next field of a message; return its tag, or 0 at the end and if `failed`.
+
+        The value of a number is in `value`. Fields must be in ascending order, as our encoders write them; a number
+        has at most 63 bits, unless it is fixed64.
+        """
+        if self._at == self._end:
+            return 0
+        tag = self._varint()
+        if self.failed or tag >> 32 or tag >> 3 <= self._last:
+            self.failed, self._at = True, self._end
+            return 0
+        self._last, kind = tag >> 3, tag & 7
+        if kind == 0:
+            self.value = self._varint()
+        elif kind == 1:
+            self.value = self.u64()
+        elif kind == 2:
+            self.value = self._varint()
+            self._blob = self._at
+            if self.value > self._end - self._at:
+                self.failed = True
+            else:
+                self._at += self.value
+        else:
+            self.failed = True
+        if self.failed:
+            self._at = self._end
+            return 0
+        return tag
+
+    def signed(self) -> int:
+        """Value of the last field as an sfixed64."""
+        return self.value - (1 << 64) if self.value >> 63 else self.value
+
+    def blob(self) -> bytes:
+        """Bytes of the field that was read last."""
+        return self._raw[self._blob : self._blob + self.value]
+
+    def enter(self) -> int:
+        """Read the fields of the message that is in the last field. Returns a mark for `leave`."""
+        mark = self._end
+        self._at, self._end, self._last = self._blob, self._blob + self.value, 0
+        return mark
+
+    def leave(self, mark: int, tag: int) -> None:
+        """Continue behind the message, which was the field `tag`."""
+        self._at = self._end
+        self._end, self._last = mark, tag >> 3
+
+    def place(self) -> int:
+        """Number of bytes up to the end of the last field."""
+        return self._at
+
+
+class FrameReader:
+    """Reads the request frames of a receive buffer."""
+
+    __slots__ = ("method", "number", "deadline_ms", "frame_bytes")
+
+    def take(self, buffer: bytearray, at: int, end: int, message_max: int) -> bytes | None:
+        """Message of the request frame at `at`; the other fields of its header are attributes then.
+
+        None: the bytes before `end` are no whole and intact request without a payload, or the message is longer
+        than `message_max`. The caller must let the general parser decide about them.
+        """
+        if end > len(buffer):
+            raise ValueError("frames lie outside of their buffer")
+        if end - at < HEADER_BYTES:
+            return None
+        head = bytes(buffer[at : at + HEADER_BYTES])
+        count = int.from_bytes(head[16:20], "little")
+        message = bytes(buffer[at + HEADER_BYTES : at + HEADER_BYTES + count])
+        if (
+            count > message_max
+            or head[20:24] != bytes(4)
+            or end - at - HEADER_BYTES < count
+            or head[:4] != (_MAGIC | _REQUEST << 16).to_bytes(4, "little")
+            or head[6:8] != b"\0\0"
+            or crc32c(head[:28]) != int.from_bytes(head[28:], "little")
+            or crc32c(message) != int.from_bytes(head[24:28], "little")
+        ):
+            return None
+        self.method = int.from_bytes(head[4:6], "little")
+        self.number = int.from_bytes(head[8:12], "little")
+        self.deadline_ms = int.from_bytes(head[12:16], "little")
+        self.frame_bytes = HEADER_BYTES + count
+        return message
+
+
+def crc32c_of(some: bytes, first: int) -> int:
+    """CRC32C of some[first:]."""
+    return crc32c(some[first:])
+
+
+def reply_frame(number: int, status: int, message: bytes) -> bytes:
+    """Frame of a reply without a payload (rpc/transports/frame)."""
+    head = b"".join(
+        (
+            (_MAGIC | _REPLY << 16).to_bytes(4, "little"),
+            status.to_bytes(4, "little"),
+            number.to_bytes(4, "little"),
+            bytes(4),
+            len(message).to_bytes(4, "little"),
+            bytes(4),
+            crc32c(message).to_bytes(4, "little"),
+        )
+    )
+    return b"".join((head, crc32c(head).to_bytes(4, "little"), message))
+
+
+def boottime_s() -> float:
+    """The boottime clock of core/clock."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def wall_ns() -> int:
+    """The wall clock of core/clock."""
+    return time.time_ns()
+
+
+def duration_slot(took_s: float) -> int:
+    """Histogram slot of a duration (metrics/registry.Times)."""
+    return int(took_s * 1e6).bit_length() if took_s > 0 else 0

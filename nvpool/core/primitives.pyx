@@ -1,0 +1,327 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+"""Compiled form of `primitives.py`, which states the contract of every class and function here."""
+
+from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdlib cimport free, realloc
+from libc.string cimport memcpy, memmove
+
+cdef extern from "_clock.h":
+    int slot_of(double took_s) nogil
+    double boottime_s_c "boottime_s"() nogil
+    long long wall_ns_c "wall_ns"() nogil
+
+cdef extern from "_fields.h":
+    uint8_t *put_varint(uint8_t *at, uint64_t value) nogil
+    const uint8_t *take_varint(const uint8_t *at, const uint8_t *end, uint64_t *value) nogil
+
+cdef extern from "_head.h":
+    void put_head(uint8_t *at, uint8_t kind, uint16_t code, uint32_t number, uint32_t deadline_ms, uint32_t message_bytes,
+                  uint32_t payload_bytes, uint32_t message_crc) nogil
+    bint is_head(const uint8_t *at, uint8_t kind) nogil
+
+cdef extern from "_crc.h":
+    void crc_begin(int by_table)
+    uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
+    uint16_t get16(const uint8_t *at) nogil
+    uint32_t get32(const uint8_t *at) nogil
+    uint64_t get64(const uint8_t *at) nogil
+    void put16(uint8_t *at, uint16_t value) nogil
+    void put32(uint8_t *at, uint32_t value) nogil
+    void put64(uint8_t *at, uint64_t value) nogil
+    void put64_big(uint8_t *at, uint64_t value) nogil
+
+crc_begin(0)
+
+cdef enum:
+    HEADER_BYTES = 32
+    REQUEST = 2
+    REPLY = 3
+    SCALAR_BYTES_MAX = 24       # a tag and a number
+    FIRST_BYTES = 4096
+
+
+cdef class Writer:
+    def __cinit__(self):
+        self._begin = self._at = self._end = NULL
+        self._grow(FIRST_BYTES)
+
+    def __dealloc__(self):
+        free(self._begin)
+
+    cdef int _grow(self, Py_ssize_t count) except -1 nogil:
+        cdef Py_ssize_t used = self._at - self._begin
+        cdef Py_ssize_t room = 2 * (used + count)
+        cdef uint8_t *begin = <uint8_t *>realloc(self._begin, room)
+        if begin is NULL:
+            with gil:
+                raise MemoryError
+        self._begin, self._at, self._end = begin, begin + used, begin + room
+        return 0
+
+    cdef int begin(self) except -1:
+        self._at = self._begin
+        return 0
+
+    cdef Py_ssize_t size(self) noexcept:
+        return self._at - self._begin
+
+    cdef bytes take(self):
+        return PyBytes_FromStringAndSize(<const char *>self._begin, self._at - self._begin)
+
+    cdef int u8(self, uint64_t value) except -1:
+        if self._end - self._at < SCALAR_BYTES_MAX:
+            self._grow(SCALAR_BYTES_MAX)
+        self._at[0] = <uint8_t>value
+        self._at += 1
+        return 0
+
+    cdef int u16(self, uint64_t value) except -1:
+        if self._end - self._at < SCALAR_BYTES_MAX:
+            self._grow(SCALAR_BYTES_MAX)
+        put16(self._at, <uint16_t>value)
+        self._at += 2
+        return 0
+
+    cdef int u32(self, uint64_t value) except -1:
+        if self._end - self._at < SCALAR_BYTES_MAX:
+            self._grow(SCALAR_BYTES_MAX)
+        put32(self._at, <uint32_t>value)
+        self._at += 4
+        return 0
+
+    cdef int u64(self, uint64_t value) except -1:
+        if self._end - self._at < SCALAR_BYTES_MAX:
+            self._grow(SCALAR_BYTES_MAX)
+        put64(self._at, value)
+        self._at += 8
+        return 0
+
+    cdef int i64(self, int64_t value) except -1:
+        return self.u64(<uint64_t>value)
+
+    cdef int u16_big(self, uint64_t value) except -1:
+        if self._end - self._at < SCALAR_BYTES_MAX:
+            self._grow(SCALAR_BYTES_MAX)
+        self._at[0], self._at[1] = <uint8_t>(value >> 8), <uint8_t>value
+        self._at += 2
+        return 0
+
+    cdef int u56_big(self, uint64_t value) except -1:
+        if self._end - self._at < SCALAR_BYTES_MAX:
+            self._grow(SCALAR_BYTES_MAX)
+        put64_big(self._at, value << 8)
+        self._at += 7
+        return 0
+
+    cdef int u64_big(self, uint64_t value) except -1:
+        if self._end - self._at < SCALAR_BYTES_MAX:
+            self._grow(SCALAR_BYTES_MAX)
+        put64_big(self._at, value)
+        self._at += 8
+        return 0
+
+    cdef int raw(self, bytes some) except -1:
+        cdef Py_ssize_t count = len(some)
+        if self._end - self._at < count:
+            self._grow(count)
+        memcpy(self._at, PyBytes_AS_STRING(some), count)
+        self._at += count
+        return 0
+
+    cdef int varint(self, uint64_t value) except -1:
+        if self._end - self._at < SCALAR_BYTES_MAX:
+            self._grow(SCALAR_BYTES_MAX)
+        self._at = put_varint(self._at, value)
+        return 0
+
+    cdef int number(self, uint64_t tag, uint64_t value) except -1:
+        if value:
+            if self._end - self._at < SCALAR_BYTES_MAX:
+                self._grow(SCALAR_BYTES_MAX)
+            self._at = put_varint(put_varint(self._at, tag), value)
+        return 0
+
+    cdef int fixed(self, uint64_t tag, uint64_t value) except -1:
+        if value:
+            if self._end - self._at < SCALAR_BYTES_MAX:
+                self._grow(SCALAR_BYTES_MAX)
+            self._at = put_varint(self._at, tag)
+            put64(self._at, value)
+            self._at += 8
+        return 0
+
+    cdef int sfixed(self, uint64_t tag, int64_t value) except -1:
+        return self.fixed(tag, <uint64_t>value)
+
+    cdef int blob(self, uint64_t tag, bytes some) except -1:
+        cdef Py_ssize_t count = len(some)
+        if count:
+            if self._end - self._at < count + SCALAR_BYTES_MAX:
+                self._grow(count + SCALAR_BYTES_MAX)
+            self._at = put_varint(put_varint(self._at, tag), count)
+            memcpy(self._at, PyBytes_AS_STRING(some), count)
+            self._at += count
+        return 0
+
+    cdef Py_ssize_t open(self, uint64_t tag) except -1:
+        if self._end - self._at < SCALAR_BYTES_MAX:
+            self._grow(SCALAR_BYTES_MAX)
+        self._at = put_varint(self._at, tag) + 1
+        return self._at - self._begin
+
+    cdef int close(self, Py_ssize_t mark) except -1:
+        cdef Py_ssize_t count = self._at - self._begin - mark
+        cdef Py_ssize_t more = 0
+        cdef Py_ssize_t rest = count >> 7
+        while rest:
+            more += 1
+            rest >>= 7
+        if more:
+            if self._end - self._at < more:
+                self._grow(more)
+            memmove(self._begin + mark + more, self._begin + mark, count)
+            self._at += more
+        put_varint(self._begin + mark - 1, count)
+        return 0
+
+    cdef int put_u32(self, Py_ssize_t place, uint32_t value) except -1:
+        put32(self._begin + place, value)
+        return 0
+
+
+cdef class Reader:
+    cdef int open(self, bytes raw) except -1:
+        self._raw = raw
+        self._base = self._at = <const uint8_t *>PyBytes_AS_STRING(raw)
+        self._end = self._at + len(raw)
+        self.failed = False
+        self.value = self._last = 0
+        return 0
+
+    cdef uint64_t u8(self) noexcept:
+        if self._end - self._at < 1:
+            self.failed = True
+            return 0
+        self._at += 1
+        return (self._at - 1)[0]
+
+    cdef uint64_t u16(self) noexcept:
+        if self._end - self._at < 2:
+            self.failed = True
+            return 0
+        self._at += 2
+        return get16(self._at - 2)
+
+    cdef uint64_t u32(self) noexcept:
+        if self._end - self._at < 4:
+            self.failed = True
+            return 0
+        self._at += 4
+        return get32(self._at - 4)
+
+    cdef uint64_t u64(self) noexcept:
+        if self._end - self._at < 8:
+            self.failed = True
+            return 0
+        self._at += 8
+        return get64(self._at - 8)
+
+    cdef int64_t i64(self) noexcept:
+        return <int64_t>self.u64()
+
+    cdef bytes rest(self):
+        if self._at == self._end:
+            return b""
+        return PyBytes_FromStringAndSize(<const char *>self._at, self._end - self._at)
+
+    cdef uint64_t field(self) noexcept:
+        cdef uint64_t tag
+        if self._at == self._end:
+            return 0
+        self._at = take_varint(self._at, self._end, &tag)
+        if self._at is NULL or tag >> 32 or tag >> 3 <= self._last:
+            self.failed = True
+            self._at = self._end
+            return 0
+        self._last = tag >> 3
+        cdef uint64_t kind = tag & 7
+        if kind == 0:
+            self._at = take_varint(self._at, self._end, &self.value)
+        elif kind == 1:
+            self.value = self.u64()
+        elif kind == 2:
+            self._at = take_varint(self._at, self._end, &self.value)
+            if self._at is not NULL:
+                if self.value > <uint64_t>(self._end - self._at):
+                    self._at = NULL
+                else:
+                    self._blob = self._at
+                    self._at += self.value
+        else:
+            self._at = NULL
+        if self._at is NULL:
+            self._at = self._end
+            self.failed = True
+        return 0 if self.failed else tag
+
+    cdef int64_t signed(self) noexcept:
+        return <int64_t>self.value
+
+    cdef bytes blob(self):
+        return PyBytes_FromStringAndSize(<const char *>self._blob, <Py_ssize_t>self.value)
+
+    cdef Py_ssize_t enter(self) noexcept:
+        cdef Py_ssize_t mark = self._end - self._base
+        self._at, self._end, self._last = self._blob, self._blob + self.value, 0
+        return mark
+
+    cdef int leave(self, Py_ssize_t mark, uint64_t tag) noexcept:
+        self._at = self._end
+        self._end, self._last = self._base + mark, tag >> 3
+        return 0
+
+    cdef Py_ssize_t place(self) noexcept:
+        return self._at - self._base
+
+
+cdef class FrameReader:
+    cdef bytes take(self, bytearray buffer, Py_ssize_t at, Py_ssize_t end, Py_ssize_t message_max):
+        if end > PyByteArray_GET_SIZE(buffer):
+            raise ValueError("frames lie outside of their buffer")
+        cdef const uint8_t *frame = <const uint8_t *>PyByteArray_AS_STRING(buffer) + at
+        if end - at < HEADER_BYTES:
+            return None
+        cdef Py_ssize_t count = get32(frame + 16)
+        if (count > message_max or get32(frame + 20) or end - at - HEADER_BYTES < count or not is_head(frame, REQUEST)
+                or crc_of(frame + HEADER_BYTES, count) != get32(frame + 24)):
+            return None
+        self.method, self.number, self.deadline_ms = get16(frame + 4), get32(frame + 8), get32(frame + 12)
+        self.frame_bytes = HEADER_BYTES + count
+        return PyBytes_FromStringAndSize(<const char *>frame + HEADER_BYTES, count)
+
+
+cpdef uint32_t crc32c_of(bytes some, Py_ssize_t first) noexcept:
+    return crc_of(<const uint8_t *>PyBytes_AS_STRING(some) + first, PyBytes_GET_SIZE(some) - first)
+
+
+cpdef bytes reply_frame(uint32_t number, uint32_t status, bytes message):
+    cdef Py_ssize_t count = len(message)
+    cdef bytes frame = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + count)
+    cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(frame)
+    memcpy(at + HEADER_BYTES, PyBytes_AS_STRING(message), count)
+    put_head(at, REPLY, <uint16_t>status, number, 0, <uint32_t>count, 0, crc_of(at + HEADER_BYTES, count))
+    return frame
+
+
+cpdef double boottime_s() noexcept:
+    return boottime_s_c()
+
+
+cpdef int64_t wall_ns() noexcept:
+    return wall_ns_c()
+
+
+cpdef int duration_slot(double took_s) noexcept:
+    return slot_of(took_s)

@@ -1,0 +1,41 @@
+# cython: language_level=3
+"""C types of request_dispatch.py."""
+
+cimport cython
+from libc.stdint cimport uint32_t
+
+from nvpool.core cimport primitives
+from nvpool.core.primitives cimport FrameReader
+from nvpool.meta.requests.change_handlers cimport ChangeRoute
+
+cdef Py_ssize_t _MESSAGE_MAX, _OUT_BYTES_MAX, _IN_FLIGHT_MAX, _REPLY_MAX
+
+
+cdef class FrameCall:
+    cdef readonly object payload
+    cdef public object method, message, peer
+    cdef public double since_s, deadline_s
+    cdef public bint cancelled
+    cdef bint _is_system
+    cpdef begin(self, side, uint32_t number, double now_s, list out, replies, bint is_system)
+    cdef public Py_ssize_t payload_bytes, byte_count
+    cdef object _side, _callback, _replies
+    cdef uint32_t _number
+    cdef list _out
+    cpdef reply(self, message=*, payload=*)
+    cpdef fail(self, error)
+    @cython.locals(out=list, took_s=double)
+    cdef _end(self, uint32_t status, bytes message, payload)
+    cpdef keep(self)
+
+
+cdef class RequestDispatch:
+    cdef object _callers, _status, _clock, _die, _retry, _access, _view, _peer, _caller
+    cdef dict _routes, _restricted
+    cdef bint _is_system
+    cdef FrameReader _frames
+    cpdef handle(self, call)
+    @cython.locals(at=Py_ssize_t, total=Py_ssize_t, replies=Py_ssize_t, call=FrameCall, message=bytes, number=uint32_t,
+                   now_s=double)
+    cpdef Py_ssize_t answer(self, bytearray buffer, Py_ssize_t end, dict in_work, reply_stats, list out, side=*, handle=*,
+                            watched=*) except -1

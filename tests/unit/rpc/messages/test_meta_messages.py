@@ -1,0 +1,112 @@
+"""Typed messages of the metadata service: same bytes and same values as protobuf."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from google.protobuf.descriptor import FieldDescriptor as Field
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvpool.rpc.messages import meta_messages
+from nvpool.rpc.v1 import meta_pb2
+
+NAMES = [
+    "Change",
+    "Attr",
+    "Entry",
+    "LookupRequest",
+    "GetAttrRequest",
+    "CreateRequest",
+    "CreateReply",
+    "UnlinkRequest",
+    "UnlinkReply",
+    "ReportRequest",
+    "AttrReply",
+]
+VALUES = {
+    Field.TYPE_UINT32: st.one_of(st.just(0), st.integers(0, 300), st.integers(0, (1 << 32) - 1)),
+    Field.TYPE_UINT64: st.one_of(st.just(0), st.integers(0, 300), st.integers(0, (1 << 64) - 1)),
+    Field.TYPE_FIXED64: st.one_of(st.just(0), st.integers(0, (1 << 64) - 1)),
+    Field.TYPE_SFIXED64: st.one_of(st.just(0), st.integers(-(1 << 63), (1 << 63) - 1)),
+    Field.TYPE_BOOL: st.booleans(),
+    Field.TYPE_BYTES: st.binary(max_size=200),
+}
+
+
+def messages_of(name: str) -> st.SearchStrategy:
+    fields = meta_pb2.DESCRIPTOR.message_types_by_name[name].fields
+    parts = {
+        field.name: st.one_of(st.none(), messages_of(field.message_type.name))
+        if field.type == Field.TYPE_MESSAGE
+        else VALUES[field.type]
+        for field in fields
+        if field.type != Field.TYPE_MESSAGE or field.message_type.name in NAMES
+    }
+    return st.builds(getattr(meta_pb2, name), **parts)
+
+
+any_message = st.sampled_from(NAMES).flatmap(messages_of)
+
+
+def values_of(message, expected):
+    """Compare all fields of a typed message with those of a protobuf message."""
+    for field in expected.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.type != Field.TYPE_MESSAGE:
+            assert value == getattr(expected, field.name), field.name
+        elif field.message_type.name in NAMES and (value is not None or expected.HasField(field.name)):
+            values_of(value, getattr(expected, field.name))
+
+
+@given(any_message)
+def test_decoded_and_encoded_like_protobuf(expected):
+    raw = expected.SerializeToString()
+    message = getattr(meta_messages, type(expected).__name__).FromString(raw)
+    values_of(message, expected)
+    copy = type(expected)()
+    message.copy_to(copy)
+    change = expected.DESCRIPTOR.fields_by_name.get("change")
+    if change is None or change.type != Field.TYPE_MESSAGE or expected.HasField("change"):
+        assert message.SerializeToString() == raw
+        assert copy == expected
+
+
+@given(
+    any_message,
+    st.lists(
+        st.tuples(
+            st.integers(0, 300), st.integers(0, 255), st.sampled_from(("change", "insert", "cut", "double"))
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_broken_message_is_decoded_like_protobuf_or_refused(expected, faults):
+    raw = bytearray(expected.SerializeToString())
+    for at, byte, what in faults:
+        at = at % (len(raw) + 1)
+        if what == "change" and at < len(raw):
+            raw[at] = byte
+        elif what == "insert":
+            raw.insert(at, byte)
+        elif what == "cut":
+            del raw[at : at + byte % 4]
+        elif what == "double":
+            raw[at:at] = raw[at : at + byte % 12]
+    typed = getattr(meta_messages, type(expected).__name__)
+    try:
+        read = type(expected).FromString(bytes(raw))
+    except DecodeError:
+        with pytest.raises(DecodeError):
+            typed.FromString(bytes(raw))
+    else:
+        values_of(typed.FromString(bytes(raw)), read)
+
+
+def test_generated_files_are_up_to_date():
+    tool = Path(__file__).parents[4] / "tools" / "generate_codec.py"
+    done = subprocess.run([sys.executable, str(tool), "--check"], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stdout + done.stderr
