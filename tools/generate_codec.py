@@ -101,32 +101,57 @@ def python_class(name: str) -> str:
         lines.append(f"        {field.name}: {kind} = {DEFAULTS.get(field.type, '0')},")
     lines.append("    ) -> None:")
     for field in fields:
-        eager = f" if {field.name} is not None else Change()" if field.name == EAGER else ""
+        eager = (
+            f" if {field.name} is not None else Change()"
+            if field.name == EAGER and field.type == Field.TYPE_MESSAGE
+            else ""
+        )
         lines.append(f"        self.{field.name} = {field.name}{eager}")
+    lines += [
+        "",
+        "    def clear(self) -> None:",
+        '        """Set all fields to their defaults; a message that was made by `__new__` has none before."""',
+    ]
+    for field in fields:
+        default = (
+            "Change.__new__(Change)"
+            if field.name == EAGER and field.type == Field.TYPE_MESSAGE
+            else DEFAULTS.get(field.type, "0")
+        )
+        lines.append(f"        self.{field.name} = {default}")
+        if default.startswith("Change"):
+            lines.append("        self.change.clear()")
     lines += [
         "",
         "    @staticmethod",
         f"    def FromString(raw: bytes) -> {name}:",
         '        """DecodeError: the bytes are no such message."""',
-        f"        found = {name}()",
+        f"        return {name}.__new__({name}).parsed(raw)",
+        "",
+        f"    def parsed(self, raw: bytes) -> {name}:",
+        '        """Take the fields from an encoded message; return this object."""',
+        "        self.clear()",
         "        _in.open(raw)",
-        "        if not found.decode_from(_in):",
-        f"            found = {name}()",
-        f"            found.take_message(meta_pb2.{name}.FromString(raw))",
-        "        return found",
+        "        if not self.decode_from(_in):",
+        "            self.clear()",
+        f"            self.take_message(meta_pb2.{name}.FromString(raw))",
+        "        return self",
         "",
         "    def SerializeToString(self) -> bytes:",
+        '        """The same bytes as those of the protobuf message."""',
         "        _out.begin()",
         "        self.encode_to(_out)",
         "        return _out.take()",
         "",
         "    def HasField(self, name: str) -> bool:",
+        '        """Whether a message attribute is present."""',
         "        return getattr(self, name) is not None",
         "",
         "    def __repr__(self) -> str:",
         f'        return "{name}(" + ", ".join(f"{{f}}={{getattr(self, f)!r}}" for f in self.__slots__) + ")"',
         "",
         "    def take_message(self, message: Any) -> None:",
+        '        """Take the fields of a protobuf message of this name."""',
     ]
     for field in fields:
         if field.type == Field.TYPE_MESSAGE:
@@ -139,7 +164,11 @@ def python_class(name: str) -> str:
                 lines.append(f"            self.{field.name} = message.{field.name}")
         else:
             lines.append(f"        self.{field.name} = message.{field.name}")
-    lines += ["", "    def copy_to(self, message: Any) -> None:", '        """Set the fields of an empty protobuf message of this name."""']
+    lines += [
+        "",
+        "    def copy_to(self, message: Any) -> None:",
+        '        """Set the fields of an empty protobuf message of this name."""',
+    ]
     for field in fields:
         if field.type == Field.TYPE_MESSAGE:
             lines.append(f"        if self.{field.name} is not None:")
@@ -151,7 +180,13 @@ def python_class(name: str) -> str:
         else:
             lines.append(f"        if self.{field.name}:")
             lines.append(f"            message.{field.name} = self.{field.name}")
-    lines += ["", "    def decode_from(self, source: Reader) -> bool:", "        tag = source.field()", "        while tag:"]
+    lines += [
+        "",
+        "    def decode_from(self, source: Reader) -> bool:",
+        '        """Read the fields. False: only protobuf can tell what they are."""',
+        "        tag = source.field()",
+        "        while tag:",
+    ]
     word = "if"
     for field in fields:
         if field.type == Field.TYPE_MESSAGE and field.message_type.name not in MESSAGES:
@@ -169,7 +204,11 @@ def python_class(name: str) -> str:
         elif field.type == Field.TYPE_MESSAGE:
             lines += [
                 "                mark = source.enter()",
-                *([] if field.name == EAGER else [f"                self.{field.name} = {field.message_type.name}()"]),
+                *(
+                    []
+                    if field.name == EAGER
+                    else [f"                self.{field.name} = {field.message_type.name}()"]
+                ),
                 f"                if not self.{field.name}.decode_from(source):",
                 "                    return False",
                 "                source.leave(mark, tag)",
@@ -185,6 +224,7 @@ def python_class(name: str) -> str:
         "        return not source.failed",
         "",
         "    def encode_to(self, out: Writer) -> None:",
+        '        """Append the fields."""',
     ]
     for field in fields:
         tag = tag_of(field)
@@ -214,6 +254,8 @@ def pxd_class(name: str) -> str:
             kind = field.message_type.name if field.message_type.name in MESSAGES else "object"
         lines.append(f"    cdef public {kind} {field.name}")
     lines += [
+        "    cpdef clear(self)",
+        f"    cpdef {name} parsed(self, bytes raw)",
         "    cpdef bytes SerializeToString(self)",
         "    @cython.locals(tag=uint64_t, mark=Py_ssize_t)",
         "    cdef bint decode_from(self, Reader source) except -1",
@@ -231,9 +273,8 @@ def formatted(text: str) -> str:
 def generated() -> dict[Path, str]:
     return {
         TARGET: formatted(HEAD + "".join(map(python_class, MESSAGES))),
-        TARGET.with_suffix(".pxd"): PXD_HEAD.replace(
-            "from libc", "cimport cython\nfrom libc", 1
-        ) + "".join(map(pxd_class, MESSAGES)),
+        TARGET.with_suffix(".pxd"): PXD_HEAD.replace("from libc", "cimport cython\nfrom libc", 1)
+        + "".join(map(pxd_class, MESSAGES)),
     }
 
 

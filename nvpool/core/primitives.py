@@ -28,39 +28,51 @@ class Writer:
         self._bytes.clear()
 
     def size(self) -> int:
+        """Number of bytes."""
         return len(self._bytes)
 
     def take(self) -> bytes:
+        """Copy of the content."""
         return bytes(self._bytes)
 
     def u8(self, value: int) -> None:
+        """Append a u8."""
         self._bytes.append(value & 0xFF)
 
     def u16(self, value: int) -> None:
+        """Append a u16, little-endian, as all unless the name says otherwise."""
         self._bytes += (value & 0xFFFF).to_bytes(2, "little")
 
     def u32(self, value: int) -> None:
+        """Append a u32."""
         self._bytes += (value & 0xFFFFFFFF).to_bytes(4, "little")
 
     def u64(self, value: int) -> None:
+        """Append a u64."""
         self._bytes += value.to_bytes(8, "little")
 
     def i64(self, value: int) -> None:
+        """Append an i64."""
         self._bytes += value.to_bytes(8, "little", signed=True)
 
     def u16_big(self, value: int) -> None:
+        """Append a u16, big-endian."""
         self._bytes += (value & 0xFFFF).to_bytes(2, "big")
 
     def u56_big(self, value: int) -> None:
+        """Append seven bytes, big-endian."""
         self._bytes += value.to_bytes(7, "big")
 
     def u64_big(self, value: int) -> None:
+        """Append a u64, big-endian."""
         self._bytes += value.to_bytes(8, "big")
 
     def raw(self, some: bytes) -> None:
+        """Append bytes."""
         self._bytes += some
 
     def varint(self, value: int) -> None:
+        """Append a varint (protocol buffers, encoding)."""
         while value > 127:
             self._bytes.append(value & 127 | 128)
             value >>= 7
@@ -137,18 +149,23 @@ class Reader:
         return int.from_bytes(self._raw[at : at + count], "little", signed=signed)
 
     def u8(self) -> int:
+        """Read a u8."""
         return self._number(1)
 
     def u16(self) -> int:
+        """Read a u16."""
         return self._number(2)
 
     def u32(self) -> int:
+        """Read a u32."""
         return self._number(4)
 
     def u64(self) -> int:
+        """Read a u64."""
         return self._number(8)
 
     def i64(self) -> int:
+        """Read an i64."""
         return self._number(8, True)
 
     def rest(self) -> bytes:

@@ -303,6 +303,7 @@ cdef class FrameReader:
 
 
 cpdef uint32_t crc32c_of(bytes some, Py_ssize_t first) noexcept:
+    first = min(first, PyBytes_GET_SIZE(some))
     return crc_of(<const uint8_t *>PyBytes_AS_STRING(some) + first, PyBytes_GET_SIZE(some) - first)
 
 

@@ -50,7 +50,7 @@ class PartitionOwnership:
         """Those of `foreign` that have left and are not removed yet; until then their inodes count as ours."""
         self.get, self.get_many, self.scan = kv.get, kv.get_many, kv.scan
         self.changed: list[Callable[[], None]] = []
-        view.serves, view.snapshot, view.check_partition = self.serves, self.snapshot, self.check_partition
+        view.serves, view.snapshot = self.serves, self.snapshot
 
     def check(self, key: bytes) -> None:
         """Check that the key may be read.
@@ -116,8 +116,10 @@ class PartitionOwnership:
         kv = self._kv
         if self._closed or self.foreign:
             self.get, self.get_many, self.scan = self._get, self._get_many, self._scan
+            self._view.check_partition = self.check_partition
         else:
             self.get, self.get_many, self.scan = kv.get, kv.get_many, kv.scan
+            self._view.check_partition = None
         for listener in self.changed:
             listener()
 

@@ -30,7 +30,8 @@ def create(view: View, request: CreateRequest, now_ns: int) -> Draft:
     directory also the set-gid bit. The layout comes from the directory, access control lists from the
     directory's default list. An existing file is opened (and truncated, if requested) unless `exclusive`.
     """
-    draft = Draft(view, now_ns)
+    draft = Draft.__new__(Draft)
+    draft.begin(view, now_ns)
     mode = request.mode
     kind = mode & 0o170000
     if (kind != _S_IFREG and kind not in KINDS) or mode > 0o177777:
@@ -90,12 +91,14 @@ def create(view: View, request: CreateRequest, now_ns: int) -> Draft:
     parent.size += 1
     draft.stamp(parent, content=True)
     draft.parent = parent
-    entry = Entry()
+    entry = Entry.__new__(Entry)
+    entry.clear()
     entry.attr = attr_of(born)
     if request.open and kind == _S_IFREG:
         draft.opened = born.number
         entry.grant = draft.grant(born, request.rights, change.session)
-    reply = draft.reply = CreateReply()
+    reply = draft.reply = CreateReply.__new__(CreateReply)
+    reply.clear()
     reply.entry, reply.created = entry, True
     return draft
 
@@ -141,10 +144,12 @@ def _create_unnamed(draft: Draft, request: CreateRequest) -> Draft:
     draft.effects[records.numbered_key(records.ORPHAN, born.number)] = value
     draft.orphans.append(born.number)
     draft.opened = born.number
-    entry = Entry()
+    entry = Entry.__new__(Entry)
+    entry.clear()
     entry.attr = attr_of(born)
     entry.grant = draft.grant(born, request.rights, change.session)
-    reply = draft.reply = CreateReply()
+    reply = draft.reply = CreateReply.__new__(CreateReply)
+    reply.clear()
     reply.entry, reply.created = entry, True
     return draft
 
@@ -164,7 +169,8 @@ def _open_existing(draft: Draft, request: CreateRequest, number: int, kind: int)
         draft.reply = CreateReply(elsewhere_entry(number, kind))
         return draft
     found = draft.inode(number)
-    entry = Entry()
+    entry = Entry.__new__(Entry)
+    entry.clear()
     draft.reply = CreateReply(entry)
     if found.is_file:
         if request.truncate:

@@ -37,7 +37,8 @@ def lookup(view: View, request: LookupRequest, now_ns: int) -> Draft:
 
 
 def _elsewhere(view: View, number: int, kind: int, now_ns: int) -> Draft:
-    draft = Draft(view, now_ns)
+    draft = Draft.__new__(Draft)
+    draft.begin(view, now_ns)
     draft.reply = elsewhere_entry(number, kind)
     return draft
 
@@ -51,9 +52,11 @@ def getattr(view: View, request: GetAttrRequest, now_ns: int) -> Draft:
 
 
 def _entry(view: View, number: int, rights: int, session: int, now_ns: int) -> Draft:
-    draft = Draft(view, now_ns)
+    draft = Draft.__new__(Draft)
+    draft.begin(view, now_ns)
     inode = draft.inode(number)
-    entry = draft.reply = Entry()
+    entry = draft.reply = Entry.__new__(Entry)
+    entry.clear()
     if rights:
         entry.grant = draft.grant(inode, rights, session)
     entry.attr = attr_of(inode)

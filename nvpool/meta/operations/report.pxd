@@ -8,6 +8,7 @@ from nvpool.meta.state.records cimport Inode
 from nvpool.meta.state.transaction cimport Draft, View
 from nvpool.rpc.messages.meta_messages cimport AttrReply, ReportRequest
 
+cdef uint64_t _END_UNCHECKED
 cdef uint32_t _S_IFMT, _S_IFREG, _TOUCHED
 
 

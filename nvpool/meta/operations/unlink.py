@@ -16,7 +16,8 @@ _S_IFMT, _S_IFDIR, _TRASHED = 0o170000, 0o040000, records.TRASHED
 
 
 def unlink(view: View, request: UnlinkRequest, now_ns: int) -> Draft:
-    draft = Draft(view, now_ns)
+    draft = Draft.__new__(Draft)
+    draft.begin(view, now_ns)
     parent = draft.holder(request.parent)
     key, number, _ = view.named(parent, request.name)
     victim = draft.inode(number)
@@ -26,7 +27,8 @@ def unlink(view: View, request: UnlinkRequest, now_ns: int) -> Draft:
 
 
 def rmdir(view: View, request: UnlinkRequest, now_ns: int) -> Draft:
-    draft = Draft(view, now_ns)
+    draft = Draft.__new__(Draft)
+    draft.begin(view, now_ns)
     parent = draft.holder(request.parent)
     key, number, _ = view.named(parent, request.name)
     victim = draft.directory(number)

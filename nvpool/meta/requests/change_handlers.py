@@ -21,7 +21,8 @@ from nvpool.meta.requests.dispatch_table import CHANGES, CROSS_SHARD_CHANGES, QU
 from nvpool.meta.requests.internal_changes import InternalChanges
 from nvpool.meta.requests.shard_parts import ShardParts
 from nvpool.meta.requests.slot_replays import SlotReplays
-from nvpool.meta.sessions.table import Session, Slot, mark_of
+from nvpool.meta.sessions import table
+from nvpool.meta.sessions.table import Session, Slot
 from nvpool.meta.state import records, session_records
 from nvpool.meta.state.append_reservations import AppendInProgress
 from nvpool.meta.state.striped_dirs import StripeView
@@ -54,11 +55,12 @@ class ChangeHandlers:
         self._rooms = parts.rooms
         self._appends = parts.appends
         self._sessions = parts.sessions
-        self._by_number = parts.sessions.by_number
+        self._by_number, self._holders = parts.sessions.by_number, parts.sessions.holders
         self._is_system = type(parts.clock) is SystemClock
         self._users = parts.users
         self._numbers = parts.numbers
         self._watches = parts.watches
+        self._watching = parts.watches.watching
         self._collector = parts.collector
         self._cuts = parts.cuts
         self._moment = parts.moment
@@ -82,14 +84,23 @@ class ChangeHandlers:
         """The caller, whose rights were checked."""
         return self._callers.of(call.peer)
 
-    def answer_query(self, call: Call, caller: CallerRights, request_class: Any, decide: Decision) -> None:
+    def answer_query(
+        self,
+        call: Call,
+        method: int,
+        message: bytes,
+        owner: str,
+        user: Any,
+        request_class: Any,
+        decide: Decision,
+    ) -> None:
         """Answer a request that changes nothing but the mark of a first write grant."""
         self._counters["requests"] += 1
-        request = request_class.FromString(bytes(call.message))
-        self._session_of(request.session, caller.owner)
+        request = request_class.FromString(message)
+        self._session_of(request.session, owner)
         try:
-            if caller.user is not None:
-                decide = self._users.decision(call.method, caller.user, decide)
+            if user is not None:
+                decide = self._users.decision(method, user, decide)
             draft = decide(self._view, request, self._now_ns())
         except TruncationInProgress as wait:
             self._wait_for(call, wait)
@@ -104,7 +115,10 @@ class ChangeHandlers:
     def answer_change(
         self,
         call: Call,
-        caller: CallerRights,
+        method: int,
+        message: bytes,
+        owner: str,
+        user: Any,
         request_class: Any,
         decide: Decision,
         home: Callable[[Any], int] | None,
@@ -115,11 +129,10 @@ class ChangeHandlers:
         `home` the change concerns one inode alone.
         """
         self._counters["requests"] += 1
-        message = bytes(call.message)
         request = request_class.FromString(message)
         change = request.change
-        session = self._session_of(change.session, caller.owner)
-        index, sequence, mark = change.slot, change.sequence, mark_of(call.method, request, message)
+        session = self._session_of(change.session, owner)
+        index, sequence, mark = change.slot, change.sequence, table.mark_of(method, request, message)
         slot = session.slots[index] if index < _SLOTS else None
         if slot is None:
             slot = self._sessions.slot(session, index)
@@ -137,15 +150,16 @@ class ChangeHandlers:
             return
         try:
             # From here to the end of _commit nothing may wait: the decision holds only as long as nothing changes.
-            if caller.user is not None:
-                decide_for_caller = self._users.decision(call.method, caller.user, decide)
+            if user is not None:
+                decide_for_caller = self._users.decision(method, user, decide)
             else:
                 decide_for_caller = decide
             draft = decide_for_caller(self._view, request, self._now_ns())
-            wait = self._watches.conflict(session.number, draft)
-            if wait is not None:
-                self._replies.retry(call, wait)  # the decision is discarded and made again after the wait
-                return
+            if self._watching or self._watches.unheard:
+                wait = self._watches.conflict(session.number, draft)
+                if wait is not None:
+                    self._replies.retry(call, wait)  # the decision is discarded and made again after the wait
+                    return
             self._commit(call, draft, session, slot, index, sequence, mark)
         except (TruncationInProgress, AppendInProgress) as wait:
             self._wait_for(call, wait)
@@ -258,7 +272,7 @@ class ChangeHandlers:
         """
         answer = draft.reply.SerializeToString()
         waits_for = draft.intent[0] if draft.intent is not None else 0
-        if draft.opened:
+        if draft.opened and len(session.opens) >= session.opens_max:
             self._sessions.check_room(session)
         if effects is None:
             effects = draft.finish()
@@ -278,7 +292,7 @@ class ChangeHandlers:
             self._view.next_number += 1
             self._view.inode_count += 1
         if draft.opened:
-            self._sessions.open(session, draft.opened)
+            table.open_inode(self._holders, session, draft.opened)
         if given_up:
             self._sessions.close(session, given_up)
         if draft.closed:
@@ -302,7 +316,8 @@ class ChangeHandlers:
             if leased:
                 entry = beside
                 if isinstance(beside, CreateReply):
-                    entry = beside.entry = Entry()
+                    entry = beside.entry = Entry.__new__(Entry)
+                    entry.clear()
                 entry.lease_ms = self._view.issue_lease(session.number, draft.inodes[leased])
             # concatenated protobuf messages decode as one merged message
             answer += beside.SerializeToString()
@@ -349,11 +364,17 @@ class ChangeRoute:
 
     def __call__(self, call: Call) -> None:
         """As `answer`, for the peer of the call."""
-        self.answer(call, self._handlers.caller_of(call))
+        caller = self._handlers.caller_of(call)
+        self.answer(call, call.method, bytes(call.message), caller.owner, caller.user)
 
-    def answer(self, call: Call, caller: CallerRights) -> None:
-        """Answer the call of this caller now, or keep it and answer later."""
+    def answer(self, call: Call, method: int, message: bytes, owner: str, user: Any) -> None:
+        """Answer the call of this caller now, or keep it and answer later.
+
+        `owner`, `user`: as in rpc/access_control.CallerRights.
+        """
         if self._is_change:
-            self._handlers.answer_change(call, caller, self._request_class, self._decide, self._home)
+            self._handlers.answer_change(
+                call, method, message, owner, user, self._request_class, self._decide, self._home
+            )
         else:
-            self._handlers.answer_query(call, caller, self._request_class, self._decide)
+            self._handlers.answer_query(call, method, message, owner, user, self._request_class, self._decide)

@@ -86,7 +86,8 @@ class InternalChanges:
         partition = partition_of(volume)
         if partition < PARTITION_COUNT and self._view.is_elsewhere(partition):
             raise WrongShard(f"volume {volume} belongs to another shard")
-        self._view.check_partition(partition)
+        if self._view.check_partition is not None:
+            self._view.check_partition(partition)
 
     async def may_change(self, volume: int, session: int, inodes: Callable[[], list[int]]) -> bool:
         """Whether the session may change these inodes of the volume now.

@@ -17,7 +17,8 @@ cdef class FrameCall:
     cdef public double since_s, deadline_s
     cdef public bint cancelled
     cdef bint _is_system
-    cpdef begin(self, side, uint32_t number, double now_s, list out, replies, bint is_system)
+    cpdef begin(self, method, bytes message, side, uint32_t number, double now_s, double deadline_s, list out, replies,
+                bint is_system)
     cdef public Py_ssize_t payload_bytes, byte_count
     cdef object _side, _callback, _replies
     cdef uint32_t _number
@@ -30,12 +31,14 @@ cdef class FrameCall:
 
 
 cdef class RequestDispatch:
-    cdef object _callers, _status, _clock, _die, _retry, _access, _view, _peer, _caller
+    cdef object _callers, _status, _clock, _die, _retry, _access, _view, _peer, _owner, _user, _refused
     cdef dict _routes, _restricted
     cdef bint _is_system
     cdef FrameReader _frames
     cpdef handle(self, call)
+    @cython.locals(changes=ChangeRoute)
+    cpdef serve(self, call, method, bytes message, peer)
     @cython.locals(at=Py_ssize_t, total=Py_ssize_t, replies=Py_ssize_t, call=FrameCall, message=bytes, number=uint32_t,
-                   now_s=double)
+                   now_s=double, deadline_s=double)
     cpdef Py_ssize_t answer(self, bytearray buffer, Py_ssize_t end, dict in_work, reply_stats, list out, side=*, handle=*,
                             watched=*) except -1

@@ -8,6 +8,7 @@ one way from a request to its answer, whatever the state of the shard. Made by `
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,11 +31,12 @@ from nvpool.meta.requests.dispatch_table import CHANGES, QUERIES
 from nvpool.meta.requests.local_user_permissions import check_shards
 from nvpool.meta.requests.shard_parts import ServiceStatus
 from nvpool.meta.state.record_locks import LockedRecord
-from nvpool.rpc.access_control import CallerRights, Callers
+from nvpool.rpc.access_control import Callers
 from nvpool.rpc.api import IN_FLIGHT_MAX, MESSAGE_BYTES_MAX, Buffer, Call
 from nvpool.rpc.error_codec import encode_error
 from nvpool.rpc.v1 import wire_pb2 as wire
 
+_log = logging.getLogger(__name__)
 OUT_BYTES_MAX = 256 << 10
 """Replies of one call of `answer`, as rpc/transports/frame_stream.GATHER_BYTES."""
 MESSAGE_MAX = 4096
@@ -71,17 +73,28 @@ class FrameCall:
         "_is_system",
     )
 
-    def __init__(self) -> None:
-        self.payload = _NO_PAYLOAD
-        self.payload_bytes = self.byte_count = 0
-        self.cancelled = False
-        self._callback: Callable[[], None] | None = None
-
-    def begin(self, side: Any, number: int, now_s: float, out: list, replies: Any, is_system: bool) -> None:
+    def begin(
+        self,
+        method: int,
+        message: bytes,
+        side: Any,
+        number: int,
+        now_s: float,
+        deadline_s: float,
+        out: list,
+        replies: Any,
+        is_system: bool,
+    ) -> None:
         """Begin the request `number` of a connection, whose reply goes to `out` while the call is not kept.
 
         `replies`: statistics (rpc/stats.ReplyStats). `is_system`: the connection uses the clock of this host.
         """
+        self.method, self.message = method, message
+        self.deadline_s = deadline_s
+        self.payload = _NO_PAYLOAD
+        self.payload_bytes = self.byte_count = 0
+        self.cancelled = False
+        self._callback: Callable[[], None] | None = None
         self.peer = side.peer
         self.since_s = now_s
         self._side, self._number, self._out, self._replies = side, number, out, replies
@@ -146,7 +159,10 @@ class FrameCall:
         """Drop the request: the client has cancelled it or has disconnected."""
         self.cancelled, self._side = True, None
         if self._callback is not None:
-            self._callback()
+            try:
+                self._callback()
+            except Exception:
+                _log.exception("on_cancel of a request raised")
 
 
 class RequestDispatch:
@@ -169,32 +185,34 @@ class RequestDispatch:
         self._is_system = type(clock) is SystemClock
         self._frames = FrameReader()
         self._peer: Any = None
-        self._caller: CallerRights | None = None
+        self._owner, self._user = "", None
+        self._refused: frozenset[int] = frozenset()
 
     def handle(self, call: Call) -> None:
         """Answer the call immediately, or keep it and answer later."""
+        self.serve(call, call.method, bytes(call.message), call.peer)
+
+    def serve(self, call: Call, method: int, message: bytes, peer: Any) -> None:
+        """As `handle`, for a caller that knows these attributes of the call."""
         try:
-            if (
-                call.peer is self._peer
-                and call.method not in self._caller.refused
-                and len(call.message) <= _MESSAGE_MAX
-            ):
-                caller = self._caller
-            else:
+            if peer is not self._peer or method in self._refused or len(message) > _MESSAGE_MAX:
                 caller = self._callers.check(call)
-                self._caller, self._peer = caller, call.peer
+                self._peer = peer
+                self._refused, self._owner, self._user = caller.refused, caller.owner, caller.user
+            owner, user = self._owner, self._user
             if self._restricted:
-                self._access.caller = caller.owner
-            if caller.user is not None and self._status.state == "serving":
+                self._access.caller = owner
+            if user is not None and self._status.state == "serving":
                 check_shards(self._view)
-            route = self._routes.get(call.method)
+            route = self._routes.get(method)
             if route is None:
-                raise NotSupported(f"a metadata service does not answer method {call.method}")
-            if self._status.state != "serving" and call.method not in _ALWAYS:
-                refuse_by_state(self._status.state, self._view.shard, call.method)
+                raise NotSupported(f"a metadata service does not answer method {method}")
+            if self._status.state != "serving" and method not in _ALWAYS:
+                refuse_by_state(self._status.state, self._view.shard, method)
             try:
                 if isinstance(route, ChangeRoute):
-                    route.answer(call, caller)
+                    changes = route
+                    changes.answer(call, method, message, owner, user)
                 else:
                     route(call)
             except LockedRecord as held:
@@ -241,20 +259,31 @@ class RequestDispatch:
             number = self._frames.number
             if in_work and (len(in_work) >= _IN_FLIGHT_MAX or number in in_work):
                 break
-            if self._frames.method not in _METHODS:
+            method = self._frames.method
+            if method not in _METHODS:
                 break
-            call = FrameCall()
-            call.method, call.message = self._frames.method, message
+            call = FrameCall.__new__(FrameCall)
             now_s = primitives.boottime_s() if self._is_system else self._clock.boottime_s()
-            call.deadline_s = now_s + self._frames.deadline_ms / 1000
-            call.begin(side, number, now_s, out, reply_stats, self._is_system)
+            deadline_s = now_s + self._frames.deadline_ms / 1000
+            call.begin(
+                method,
+                message,
+                side,
+                number,
+                now_s,
+                deadline_s,
+                out,
+                reply_stats,
+                self._is_system,
+            )
             at += self._frames.frame_bytes
             replies = len(out)
-            given = call if watched is None else watched(call)
-            if handle is None:
-                self.handle(given)
+            if handle is not None:
+                handle(call if watched is None else watched(call))
+            elif watched is not None:
+                self.serve(watched(call), method, message, call.peer)
             else:
-                handle(given)
+                self.serve(call, method, message, call.peer)
             call.keep()
             if len(out) > replies:
                 total += len(out[replies])

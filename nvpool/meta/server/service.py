@@ -181,6 +181,8 @@ class MetaService:
             appends=appends,
             lease_ms=watches.lease_ms,
             register_leases=watches.issue_leases,
+            register_lease=watches.issue_lease,
+            watching=watches.watching,
             is_open=lambda inode: inode in sessions.holders,
         )
         cuts = Truncations(self._kv, view, self._targets, self._own)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Container, Iterable
 
 from nvpool.core.clock import Clock
 from nvpool.core.containers.bounded_map import too_old
@@ -45,6 +45,7 @@ _SLOT_MASK = (1 << SLOT_BITS) - 1
 _ANYTHING = 0xFFFFFFFF
 """Value of a slot into which several inodes fell."""
 _GOLDEN = 0x9E3779B97F4A7C15
+_HASH, _U64 = _GOLDEN, (1 << 64) - 1
 COOL_S = 5.0
 """Seconds without leases after a change: a writer and a reader that alternate would otherwise only send
 recalls."""
@@ -122,6 +123,21 @@ class _Table:
                 if held:
                     mine = _ANYTHING if held >> 16 != mine >> 16 else mine | SEVERAL
                 new[slot] = mine
+
+    def add_one(self, number: int, index: int, now_s: float) -> None:
+        """As `add`, for one inode."""
+        if now_s >= self._turn_s:
+            self.add((number,), index, now_s)
+            return
+        new = self._new
+        spread = number * _HASH & _U64
+        slot = spread >> 44
+        mine = (spread >> 12 & 0xFFFF0000) | index
+        held = new[slot]
+        if held != mine:
+            if held:
+                mine = 0xFFFFFFFF if held >> 16 != mine >> 16 else mine | 0xFFFF
+            new[slot] = mine
 
     def indexes(self, number: int) -> tuple[int, int]:
         """Indexes of sessions that may have a lease on the inode: 0 for none, SEVERAL for any session."""
@@ -226,6 +242,19 @@ class LeaseTable:
                 call.fail(Draining("the shard is stopping"))
 
     # -- giving leases ---------------------------------------------------------------------------------------
+
+    def issue_lease(self, session: int, number: int) -> bool:
+        """As `issue_leases`, for one inode."""
+        watch = self.by_session.get(session)
+        if watch is None:
+            return False
+        if self.withheld or self.recalls or self.cool:
+            return bool(self.issue_leases(session, (number,)))
+        now_s = self._clock.boottime_s()
+        if watch.until_s <= now_s:
+            return False
+        self._table.add_one(number, watch.index, now_s)
+        return True
 
     def issue_leases(self, session: int, numbers: Iterable[int]) -> Collection[int]:
         """Give leases to a session. Return the inodes on which it may rely for `lease_ms` from now.
@@ -500,6 +529,11 @@ class LeaseTable:
                 map_epoch=self._map_epoch(),
             ).SerializeToString()
         )
+
+    @property
+    def watching(self) -> Container[int]:
+        """Sessions that may have leases."""
+        return self.by_session
 
     def counters(self) -> dict[str, int]:
         return {

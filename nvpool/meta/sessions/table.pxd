@@ -1,7 +1,13 @@
 # cython: language_level=3
 """C types of table.py."""
 
-from libc.stdint cimport uint64_t
+cimport cython
+from libc.stdint cimport uint32_t, uint64_t
+
+from nvpool.core cimport primitives
+
+cdef uint64_t _MARK_METHOD, _MARK_UID, _MARK_GID
+cdef int _CHANGE_TAG, _ONE_BYTE
 
 
 cdef class Slot:
@@ -18,3 +24,9 @@ cdef class Session:
     cdef public bint watches
     cdef public list slots
     cdef public dict opens, brought
+
+
+@cython.locals(behind=Py_ssize_t, uid=uint64_t, gid=uint64_t, number=uint64_t, crc=uint64_t)
+cpdef mark_of(method, request, bytes message)
+@cython.locals(opens=dict)
+cpdef open_inode(dict holders, Session session, inode)

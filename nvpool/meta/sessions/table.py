@@ -18,10 +18,10 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from nvpool.core import primitives
 from nvpool.core.errors import InvalidRequest, NvpoolError, StaleSession, TooManyOpen
 from nvpool.core.ids import partition_of
 from nvpool.core.names import squashes_root, user_in
-from nvpool.core.primitives import crc32c_of
 from nvpool.core.units import SLOTS_PER_SESSION
 from nvpool.kv.api import Kv
 from nvpool.meta.options import MetaOptions
@@ -57,6 +57,7 @@ _VARIES = {
 send other values with the same change."""
 _MESSAGES: dict[type, Any] = {CreateRequest: meta_pb2.CreateRequest, UnlinkRequest: meta_pb2.UnlinkRequest}
 _CHANGE_TAG, _ONE_BYTE = 1 << 3 | 2, 0x80
+_MARK_METHOD, _MARK_UID, _MARK_GID = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 
 
 def mark_of(method: int, request: Any, message: bytes) -> int:
@@ -68,19 +69,24 @@ def mark_of(method: int, request: Any, message: bytes) -> int:
     those in `_VARIES`. `message` is the request as received, its fields in order as protobuf writes them.
     """
     change, varies = request.change, _VARIES.get(method)
-    if varies is not None and any([getattr(request, field) for field in varies]):
-        plain = (type(request) if isinstance(request, Message) else _MESSAGES[type(request)]).FromString(
-            message
-        )
+    uid, gid, number = change.uid, change.gid, method
+    if varies is not None:
         for field in varies:
-            plain.ClearField(field)
-        message = plain.SerializeToString()
+            if getattr(request, field):
+                message = _without(varies, request, message)
+                break
     behind = (
         2 + message[1] if len(message) > 1 and message[0] == _CHANGE_TAG and message[1] < _ONE_BYTE else 0
     )
-    return (
-        crc32c_of(message, behind) ^ method * 0x9E3779B1 ^ change.uid * 0x85EBCA6B ^ change.gid * 0xC2B2AE35
-    ) & 0xFFFFFFFF
+    crc = primitives.crc32c_of(message, behind)
+    return (crc ^ number * _MARK_METHOD ^ uid * _MARK_UID ^ gid * _MARK_GID) & 0xFFFFFFFF
+
+
+def _without(fields: tuple[str, ...], request: Any, message: bytes) -> bytes:
+    plain = (type(request) if isinstance(request, Message) else _MESSAGES[type(request)]).FromString(message)
+    for field in fields:
+        plain.ClearField(field)
+    return plain.SerializeToString()
 
 
 class Slot:
@@ -164,6 +170,17 @@ class Session:
         return SessionRecord(
             self.secret, self.opened_ns, self.client, self.watches, self.identity, self.owner
         )
+
+
+def open_inode(holders: dict[int, int], session: Session, inode: int) -> None:
+    """Count one more handle of the session; `holders` as in `Sessions`."""
+    opens = session.opens
+    count = opens.get(inode)
+    if count is None:
+        holders[inode] = holders.get(inode, 0) + 1
+        opens[inode] = 1
+    else:
+        opens[inode] = count + 1
 
 
 class Sessions:
@@ -445,10 +462,8 @@ class Sessions:
         self._answered(session, closed)
 
     def open(self, session: Session, inode: int) -> None:
-        count = session.opens.get(inode, 0)
-        if not count:
-            self.holders[inode] = self.holders.get(inode, 0) + 1
-        session.opens[inode] = count + 1
+        """Count one more handle of the session."""
+        open_inode(self.holders, session, inode)
 
     def open_again(self, session: Session, slot: Slot, request) -> None:
         """Open the inode again when a change from before the restart is replayed.

@@ -16,7 +16,7 @@ cdef uint64_t _INODE_MAX
 
 cdef class View:
     cdef public object locks, get, get_many, scan, snapshot, shard, name_key, name_hash, grant_secret, _sign, pool_keys
-    cdef public object serves, check_partition, owners, shards, tables, _register_leases, rooms, appends, access, trashes
+    cdef public object serves, check_partition, owners, shards, tables, _register_leases, _register_lease, watching, rooms, appends, access, trashes
     cdef public object is_open
     cdef public dict cutting
     cdef public uint64_t grant_ms, next_number, map_epoch
@@ -45,6 +45,7 @@ cdef class Draft:
     cdef public bint born, adds, sync
     cdef public list orphans
     cdef public Inode parent
+    cpdef begin(self, View view, int64_t now_ns)
     cpdef Inode inode(self, number)
     cpdef Inode directory(self, number)
     cpdef Inode entered(self, number)
@@ -52,7 +53,7 @@ cdef class Draft:
     cpdef Inode entered_holder(self, number)
     @cython.locals(now=int64_t)
     cpdef stamp(self, Inode inode, bint content=*)
-    @cython.locals(view=View, born=Inode)
+    @cython.locals(view=View, born=Inode, number=uint64_t)
     cpdef Inode birth(self, uint64_t partition, uint32_t mode, uint32_t uid, uint32_t gid, uint64_t volume)
     cpdef discard(self, Inode inode, uint64_t directory, bytes name)
     cpdef drop_name(self, Inode inode)

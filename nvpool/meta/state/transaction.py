@@ -9,7 +9,7 @@ wait first raises TruncationInProgress, which only the service sees.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from nvpool.core.errors import (
     WrongShard,
 )
 from nvpool.core.grants import ENCRYPTED, EPOCH_MASK, WRITE, grant_signer, member_tag, volume_tag
-from nvpool.core.ids import COUNTER_BITS, inode_number
+from nvpool.core.ids import COUNTER_BITS
 from nvpool.core.posix.acl import Acl, encode_acl
 from nvpool.core.primitives import Writer
 from nvpool.core.units import NAME_BYTES_MAX, PARTITION_COUNT
@@ -84,10 +84,14 @@ class View:
         appends: AppendOrder | None = None,
         lease_ms: int = 0,
         register_leases: Callable[[int, Iterable[int]], Collection[int]] = lambda session, numbers: (),
+        register_lease: Callable[[int, int], bool] = lambda session, number: False,
+        watching: Container[int] = (),
         is_open: Callable[[int], bool] = lambda inode: False,
     ) -> None:
-        """`register_leases`: see `LeaseTable.issue_leases`. `is_open(inode)`: whether a session is known to have
-        the inode open."""
+        """`register_leases`, `register_lease`: see `LeaseTable.issue_leases`; `watching`: the sessions that may have leases.
+
+        `is_open(inode)`: whether a session is known to have the inode open.
+        """
         self.locks = locks
         self.get = kv.get
         self.get_many = kv.get_many
@@ -107,8 +111,8 @@ class View:
         self.inode_count = 0
         self.serves: Callable[[int], bool] = lambda partition: True
         """Whether this shard owns the partition, and is not migrating it to another shard."""
-        self.check_partition: Callable[[int], None] = lambda partition: None
-        """Raises if the partition's records are here but closed to requests: see `PartitionOwnership`."""
+        self.check_partition: Callable[[int], None] | None = None
+        """Raises if the partition's records are here but closed to requests: see `PartitionOwnership`. None: none is."""
         self.cutting: dict[int, Any] = {}
         """Inodes whose truncation is decided, but not done by all targets yet."""
         self.owners: tuple[int, ...] = ()
@@ -117,6 +121,8 @@ class View:
         self.map_epoch = 0
         self.lease_ms = lease_ms
         self._register_leases = register_leases
+        self._register_lease = register_lease
+        self.watching = watching
         self.rooms = rooms
         self.appends = appends
         self.access = VolumeAccess()
@@ -133,7 +139,7 @@ class View:
         # without a recall
         if not inode.links or inode.flags & _DIVIDED or (self.cutting and inode.number in self.cutting):
             return 0
-        if not self._register_leases(session, (inode.number,)):
+        if session not in self.watching or not self._register_lease(session, inode.number):
             return 0
         if inode.volume and self.access.is_sealed(inode.volume):
             return SEALED_LEASE_MS
@@ -415,6 +421,8 @@ VIEW_FIELDS = (
     "map_epoch",
     "lease_ms",
     "_register_leases",
+    "_register_lease",
+    "watching",
     "rooms",
     "appends",
     "access",
@@ -464,6 +472,10 @@ class Draft:
     )
 
     def __init__(self, view: View, now_ns: int) -> None:
+        self.begin(view, now_ns)
+
+    def begin(self, view: View, now_ns: int) -> None:
+        """Set all attributes of a new draft."""
         self.view = view
         self.now_ns = now_ns
         self.inodes: dict[int, Inode] = {}
@@ -595,11 +607,17 @@ class Draft:
             number = view.number_of_birth(partition)  # the participant that locks the number counts it, too
         else:
             # no record of it has been read: a new directory may choose any partition
-            view.check_partition(partition)
-            number = inode_number(partition, view.next_number)
+            if view.check_partition is not None:
+                view.check_partition(partition)
+            number = partition << 51 | view.next_number
             self.born = True
             self.effects[records.COUNTS_KEY] = records.encode_counts(view.inode_count + 1)
-        born = Inode(number, mode)
+        born = Inode.__new__(Inode)
+        born.number, born.mode, born.links, born.table, born.chunk_bits = number, mode, 1, 1, 20
+        born.size = born.blocks = born.cut = born.rdev = born.flags = born.parent = born.punches = (
+            born.reserved
+        ) = 0
+        born.change, born.target = 1, b""
         born.uid, born.gid, born.volume = uid, gid, volume
         born.atime_ns = born.mtime_ns = born.ctime_ns = born.birth_ns = self.now_ns
         if volume and (found := self.account(volume)) is not None:
@@ -728,7 +746,8 @@ Decision = Callable[[View, Any, int], Draft]
 
 def attr_of(inode: Inode) -> Attr:
     """Attributes of an inode as clients see them."""
-    attr = Attr()
+    attr = Attr.__new__(Attr)
+    attr.clear()
     attr.inode, attr.mode, attr.links = inode.number, inode.mode, inode.links
     attr.uid, attr.gid, attr.size, attr.blocks = inode.uid, inode.gid, inode.size, inode.blocks
     attr.atime_ns, attr.mtime_ns, attr.ctime_ns = inode.atime_ns, inode.mtime_ns, inode.ctime_ns

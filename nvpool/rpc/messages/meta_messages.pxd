@@ -17,6 +17,8 @@ cdef class Change:
     cdef public uint64_t map_epoch
     cdef public uint32_t uid
     cdef public uint32_t gid
+    cpdef clear(self)
+    cpdef Change parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
     cdef bint decode_from(self, Reader source) except -1
@@ -45,6 +47,8 @@ cdef class Attr:
     cdef public uint64_t punches
     cdef public uint64_t volume
     cdef public int64_t birth_ns
+    cpdef clear(self)
+    cpdef Attr parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
     cdef bint decode_from(self, Reader source) except -1
@@ -57,6 +61,8 @@ cdef class Entry:
     cdef public bytes grant
     cdef public uint32_t lease_ms
     cdef public bint elsewhere
+    cpdef clear(self)
+    cpdef Entry parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
     cdef bint decode_from(self, Reader source) except -1
@@ -71,6 +77,8 @@ cdef class LookupRequest:
     cdef public bytes name
     cdef public uint32_t rights
     cdef public bint spread
+    cpdef clear(self)
+    cpdef LookupRequest parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
     cdef bint decode_from(self, Reader source) except -1
@@ -84,6 +92,8 @@ cdef class GetAttrRequest:
     cdef public uint64_t inode
     cdef public uint32_t rights
     cdef public bint birth
+    cpdef clear(self)
+    cpdef GetAttrRequest parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
     cdef bint decode_from(self, Reader source) except -1
@@ -107,6 +117,8 @@ cdef class CreateRequest:
     cdef public object volume
     cdef public uint32_t masked
     cdef public bint unnamed
+    cpdef clear(self)
+    cpdef CreateRequest parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
     cdef bint decode_from(self, Reader source) except -1
@@ -118,6 +130,8 @@ cdef class CreateReply:
     cdef public Entry entry
     cdef public bint created
     cdef public Attr parent
+    cpdef clear(self)
+    cpdef CreateReply parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
     cdef bint decode_from(self, Reader source) except -1
@@ -130,6 +144,8 @@ cdef class UnlinkRequest:
     cdef public uint64_t parent
     cdef public bytes name
     cdef public bint spread
+    cpdef clear(self)
+    cpdef UnlinkRequest parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
     cdef bint decode_from(self, Reader source) except -1
@@ -141,6 +157,8 @@ cdef class UnlinkReply:
     cdef public uint64_t inode
     cdef public uint32_t links
     cdef public Attr parent
+    cpdef clear(self)
+    cpdef UnlinkReply parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
     cdef bint decode_from(self, Reader source) except -1
@@ -158,6 +176,8 @@ cdef class ReportRequest:
     cdef public bint release
     cdef public uint64_t blocks_delta
     cdef public uint64_t withdrawn
+    cpdef clear(self)
+    cpdef ReportRequest parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
     cdef bint decode_from(self, Reader source) except -1
@@ -167,6 +187,8 @@ cdef class ReportRequest:
 
 cdef class AttrReply:
     cdef public Attr attr
+    cpdef clear(self)
+    cpdef AttrReply parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
     cdef bint decode_from(self, Reader source) except -1

@@ -36,28 +36,44 @@ class Change:
         self.uid = uid
         self.gid = gid
 
+    def clear(self) -> None:
+        """Set all fields to their defaults; a message that was made by `__new__` has none before."""
+        self.session = 0
+        self.slot = 0
+        self.sequence = 0
+        self.map_epoch = 0
+        self.uid = 0
+        self.gid = 0
+
     @staticmethod
     def FromString(raw: bytes) -> Change:
         """DecodeError: the bytes are no such message."""
-        found = Change()
+        return Change.__new__(Change).parsed(raw)
+
+    def parsed(self, raw: bytes) -> Change:
+        """Take the fields from an encoded message; return this object."""
+        self.clear()
         _in.open(raw)
-        if not found.decode_from(_in):
-            found = Change()
-            found.take_message(meta_pb2.Change.FromString(raw))
-        return found
+        if not self.decode_from(_in):
+            self.clear()
+            self.take_message(meta_pb2.Change.FromString(raw))
+        return self
 
     def SerializeToString(self) -> bytes:
+        """The same bytes as those of the protobuf message."""
         _out.begin()
         self.encode_to(_out)
         return _out.take()
 
     def HasField(self, name: str) -> bool:
+        """Whether a message attribute is present."""
         return getattr(self, name) is not None
 
     def __repr__(self) -> str:
         return "Change(" + ", ".join(f"{f}={getattr(self, f)!r}" for f in self.__slots__) + ")"
 
     def take_message(self, message: Any) -> None:
+        """Take the fields of a protobuf message of this name."""
         self.session = message.session
         self.slot = message.slot
         self.sequence = message.sequence
@@ -81,6 +97,7 @@ class Change:
             message.gid = self.gid
 
     def decode_from(self, source: Reader) -> bool:
+        """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
             if tag == 9:
@@ -107,6 +124,7 @@ class Change:
         return not source.failed
 
     def encode_to(self, out: Writer) -> None:
+        """Append the fields."""
         out.fixed(9, self.session)
         out.number(16, self.slot)
         out.number(24, self.sequence)
@@ -179,34 +197,64 @@ class Attr:
         self.chunk_bits = chunk_bits
         self.cut = cut
         self.flags = flags
-        self.change = change if change is not None else Change()
+        self.change = change
         self.parent = parent
         self.punches = punches
         self.volume = volume
         self.birth_ns = birth_ns
 
+    def clear(self) -> None:
+        """Set all fields to their defaults; a message that was made by `__new__` has none before."""
+        self.inode = 0
+        self.mode = 0
+        self.links = 0
+        self.uid = 0
+        self.gid = 0
+        self.size = 0
+        self.blocks = 0
+        self.atime_ns = 0
+        self.mtime_ns = 0
+        self.ctime_ns = 0
+        self.rdev = 0
+        self.table = 0
+        self.chunk_bits = 0
+        self.cut = 0
+        self.flags = 0
+        self.change = 0
+        self.parent = 0
+        self.punches = 0
+        self.volume = 0
+        self.birth_ns = 0
+
     @staticmethod
     def FromString(raw: bytes) -> Attr:
         """DecodeError: the bytes are no such message."""
-        found = Attr()
+        return Attr.__new__(Attr).parsed(raw)
+
+    def parsed(self, raw: bytes) -> Attr:
+        """Take the fields from an encoded message; return this object."""
+        self.clear()
         _in.open(raw)
-        if not found.decode_from(_in):
-            found = Attr()
-            found.take_message(meta_pb2.Attr.FromString(raw))
-        return found
+        if not self.decode_from(_in):
+            self.clear()
+            self.take_message(meta_pb2.Attr.FromString(raw))
+        return self
 
     def SerializeToString(self) -> bytes:
+        """The same bytes as those of the protobuf message."""
         _out.begin()
         self.encode_to(_out)
         return _out.take()
 
     def HasField(self, name: str) -> bool:
+        """Whether a message attribute is present."""
         return getattr(self, name) is not None
 
     def __repr__(self) -> str:
         return "Attr(" + ", ".join(f"{f}={getattr(self, f)!r}" for f in self.__slots__) + ")"
 
     def take_message(self, message: Any) -> None:
+        """Take the fields of a protobuf message of this name."""
         self.inode = message.inode
         self.mode = message.mode
         self.links = message.links
@@ -272,6 +320,7 @@ class Attr:
             message.birth_ns = self.birth_ns
 
     def decode_from(self, source: Reader) -> bool:
+        """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
             if tag == 9:
@@ -336,6 +385,7 @@ class Attr:
         return not source.failed
 
     def encode_to(self, out: Writer) -> None:
+        """Append the fields."""
         out.fixed(9, self.inode)
         out.number(16, self.mode)
         out.number(24, self.links)
@@ -375,28 +425,42 @@ class Entry:
         self.lease_ms = lease_ms
         self.elsewhere = elsewhere
 
+    def clear(self) -> None:
+        """Set all fields to their defaults; a message that was made by `__new__` has none before."""
+        self.attr = None
+        self.grant = b""
+        self.lease_ms = 0
+        self.elsewhere = False
+
     @staticmethod
     def FromString(raw: bytes) -> Entry:
         """DecodeError: the bytes are no such message."""
-        found = Entry()
+        return Entry.__new__(Entry).parsed(raw)
+
+    def parsed(self, raw: bytes) -> Entry:
+        """Take the fields from an encoded message; return this object."""
+        self.clear()
         _in.open(raw)
-        if not found.decode_from(_in):
-            found = Entry()
-            found.take_message(meta_pb2.Entry.FromString(raw))
-        return found
+        if not self.decode_from(_in):
+            self.clear()
+            self.take_message(meta_pb2.Entry.FromString(raw))
+        return self
 
     def SerializeToString(self) -> bytes:
+        """The same bytes as those of the protobuf message."""
         _out.begin()
         self.encode_to(_out)
         return _out.take()
 
     def HasField(self, name: str) -> bool:
+        """Whether a message attribute is present."""
         return getattr(self, name) is not None
 
     def __repr__(self) -> str:
         return "Entry(" + ", ".join(f"{f}={getattr(self, f)!r}" for f in self.__slots__) + ")"
 
     def take_message(self, message: Any) -> None:
+        """Take the fields of a protobuf message of this name."""
         if message.HasField("attr"):
             self.attr = Attr()
             self.attr.take_message(message.attr)
@@ -417,6 +481,7 @@ class Entry:
             message.elsewhere = self.elsewhere
 
     def decode_from(self, source: Reader) -> bool:
+        """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
             if tag == 10:
@@ -441,6 +506,7 @@ class Entry:
         return not source.failed
 
     def encode_to(self, out: Writer) -> None:
+        """Append the fields."""
         if self.attr is not None:
             mark = out.open(10)
             self.attr.encode_to(out)
@@ -471,28 +537,44 @@ class LookupRequest:
         self.rights = rights
         self.spread = spread
 
+    def clear(self) -> None:
+        """Set all fields to their defaults; a message that was made by `__new__` has none before."""
+        self.session = 0
+        self.map_epoch = 0
+        self.parent = 0
+        self.name = b""
+        self.rights = 0
+        self.spread = False
+
     @staticmethod
     def FromString(raw: bytes) -> LookupRequest:
         """DecodeError: the bytes are no such message."""
-        found = LookupRequest()
+        return LookupRequest.__new__(LookupRequest).parsed(raw)
+
+    def parsed(self, raw: bytes) -> LookupRequest:
+        """Take the fields from an encoded message; return this object."""
+        self.clear()
         _in.open(raw)
-        if not found.decode_from(_in):
-            found = LookupRequest()
-            found.take_message(meta_pb2.LookupRequest.FromString(raw))
-        return found
+        if not self.decode_from(_in):
+            self.clear()
+            self.take_message(meta_pb2.LookupRequest.FromString(raw))
+        return self
 
     def SerializeToString(self) -> bytes:
+        """The same bytes as those of the protobuf message."""
         _out.begin()
         self.encode_to(_out)
         return _out.take()
 
     def HasField(self, name: str) -> bool:
+        """Whether a message attribute is present."""
         return getattr(self, name) is not None
 
     def __repr__(self) -> str:
         return "LookupRequest(" + ", ".join(f"{f}={getattr(self, f)!r}" for f in self.__slots__) + ")"
 
     def take_message(self, message: Any) -> None:
+        """Take the fields of a protobuf message of this name."""
         self.session = message.session
         self.map_epoch = message.map_epoch
         self.parent = message.parent
@@ -516,6 +598,7 @@ class LookupRequest:
             message.spread = self.spread
 
     def decode_from(self, source: Reader) -> bool:
+        """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
             if tag == 9:
@@ -540,6 +623,7 @@ class LookupRequest:
         return not source.failed
 
     def encode_to(self, out: Writer) -> None:
+        """Append the fields."""
         out.fixed(9, self.session)
         out.fixed(17, self.map_epoch)
         out.fixed(25, self.parent)
@@ -567,28 +651,43 @@ class GetAttrRequest:
         self.rights = rights
         self.birth = birth
 
+    def clear(self) -> None:
+        """Set all fields to their defaults; a message that was made by `__new__` has none before."""
+        self.session = 0
+        self.map_epoch = 0
+        self.inode = 0
+        self.rights = 0
+        self.birth = False
+
     @staticmethod
     def FromString(raw: bytes) -> GetAttrRequest:
         """DecodeError: the bytes are no such message."""
-        found = GetAttrRequest()
+        return GetAttrRequest.__new__(GetAttrRequest).parsed(raw)
+
+    def parsed(self, raw: bytes) -> GetAttrRequest:
+        """Take the fields from an encoded message; return this object."""
+        self.clear()
         _in.open(raw)
-        if not found.decode_from(_in):
-            found = GetAttrRequest()
-            found.take_message(meta_pb2.GetAttrRequest.FromString(raw))
-        return found
+        if not self.decode_from(_in):
+            self.clear()
+            self.take_message(meta_pb2.GetAttrRequest.FromString(raw))
+        return self
 
     def SerializeToString(self) -> bytes:
+        """The same bytes as those of the protobuf message."""
         _out.begin()
         self.encode_to(_out)
         return _out.take()
 
     def HasField(self, name: str) -> bool:
+        """Whether a message attribute is present."""
         return getattr(self, name) is not None
 
     def __repr__(self) -> str:
         return "GetAttrRequest(" + ", ".join(f"{f}={getattr(self, f)!r}" for f in self.__slots__) + ")"
 
     def take_message(self, message: Any) -> None:
+        """Take the fields of a protobuf message of this name."""
         self.session = message.session
         self.map_epoch = message.map_epoch
         self.inode = message.inode
@@ -609,6 +708,7 @@ class GetAttrRequest:
             message.birth = self.birth
 
     def decode_from(self, source: Reader) -> bool:
+        """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
             if tag == 9:
@@ -631,6 +731,7 @@ class GetAttrRequest:
         return not source.failed
 
     def encode_to(self, out: Writer) -> None:
+        """Append the fields."""
         out.fixed(9, self.session)
         out.fixed(17, self.map_epoch)
         out.fixed(25, self.inode)
@@ -693,28 +794,54 @@ class CreateRequest:
         self.masked = masked
         self.unnamed = unnamed
 
+    def clear(self) -> None:
+        """Set all fields to their defaults; a message that was made by `__new__` has none before."""
+        self.change = Change.__new__(Change)
+        self.change.clear()
+        self.parent = 0
+        self.name = b""
+        self.mode = 0
+        self.rdev = 0
+        self.target = b""
+        self.open = False
+        self.rights = 0
+        self.exclusive = False
+        self.wide = False
+        self.truncate = False
+        self.spread = False
+        self.volume = None
+        self.masked = 0
+        self.unnamed = False
+
     @staticmethod
     def FromString(raw: bytes) -> CreateRequest:
         """DecodeError: the bytes are no such message."""
-        found = CreateRequest()
+        return CreateRequest.__new__(CreateRequest).parsed(raw)
+
+    def parsed(self, raw: bytes) -> CreateRequest:
+        """Take the fields from an encoded message; return this object."""
+        self.clear()
         _in.open(raw)
-        if not found.decode_from(_in):
-            found = CreateRequest()
-            found.take_message(meta_pb2.CreateRequest.FromString(raw))
-        return found
+        if not self.decode_from(_in):
+            self.clear()
+            self.take_message(meta_pb2.CreateRequest.FromString(raw))
+        return self
 
     def SerializeToString(self) -> bytes:
+        """The same bytes as those of the protobuf message."""
         _out.begin()
         self.encode_to(_out)
         return _out.take()
 
     def HasField(self, name: str) -> bool:
+        """Whether a message attribute is present."""
         return getattr(self, name) is not None
 
     def __repr__(self) -> str:
         return "CreateRequest(" + ", ".join(f"{f}={getattr(self, f)!r}" for f in self.__slots__) + ")"
 
     def take_message(self, message: Any) -> None:
+        """Take the fields of a protobuf message of this name."""
         if message.HasField("change"):
             self.change.take_message(message.change)
         self.parent = message.parent
@@ -768,6 +895,7 @@ class CreateRequest:
             message.unnamed = self.unnamed
 
     def decode_from(self, source: Reader) -> bool:
+        """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
             if tag == 10:
@@ -827,6 +955,7 @@ class CreateRequest:
         return not source.failed
 
     def encode_to(self, out: Writer) -> None:
+        """Append the fields."""
         if self.change is not None:
             mark = out.open(10)
             self.change.encode_to(out)
@@ -865,28 +994,41 @@ class CreateReply:
         self.created = created
         self.parent = parent
 
+    def clear(self) -> None:
+        """Set all fields to their defaults; a message that was made by `__new__` has none before."""
+        self.entry = None
+        self.created = False
+        self.parent = None
+
     @staticmethod
     def FromString(raw: bytes) -> CreateReply:
         """DecodeError: the bytes are no such message."""
-        found = CreateReply()
+        return CreateReply.__new__(CreateReply).parsed(raw)
+
+    def parsed(self, raw: bytes) -> CreateReply:
+        """Take the fields from an encoded message; return this object."""
+        self.clear()
         _in.open(raw)
-        if not found.decode_from(_in):
-            found = CreateReply()
-            found.take_message(meta_pb2.CreateReply.FromString(raw))
-        return found
+        if not self.decode_from(_in):
+            self.clear()
+            self.take_message(meta_pb2.CreateReply.FromString(raw))
+        return self
 
     def SerializeToString(self) -> bytes:
+        """The same bytes as those of the protobuf message."""
         _out.begin()
         self.encode_to(_out)
         return _out.take()
 
     def HasField(self, name: str) -> bool:
+        """Whether a message attribute is present."""
         return getattr(self, name) is not None
 
     def __repr__(self) -> str:
         return "CreateReply(" + ", ".join(f"{f}={getattr(self, f)!r}" for f in self.__slots__) + ")"
 
     def take_message(self, message: Any) -> None:
+        """Take the fields of a protobuf message of this name."""
         if message.HasField("entry"):
             self.entry = Entry()
             self.entry.take_message(message.entry)
@@ -907,6 +1049,7 @@ class CreateReply:
             self.parent.copy_to(message.parent)
 
     def decode_from(self, source: Reader) -> bool:
+        """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
             if tag == 10:
@@ -931,6 +1074,7 @@ class CreateReply:
         return not source.failed
 
     def encode_to(self, out: Writer) -> None:
+        """Append the fields."""
         if self.entry is not None:
             mark = out.open(10)
             self.entry.encode_to(out)
@@ -959,28 +1103,43 @@ class UnlinkRequest:
         self.name = name
         self.spread = spread
 
+    def clear(self) -> None:
+        """Set all fields to their defaults; a message that was made by `__new__` has none before."""
+        self.change = Change.__new__(Change)
+        self.change.clear()
+        self.parent = 0
+        self.name = b""
+        self.spread = False
+
     @staticmethod
     def FromString(raw: bytes) -> UnlinkRequest:
         """DecodeError: the bytes are no such message."""
-        found = UnlinkRequest()
+        return UnlinkRequest.__new__(UnlinkRequest).parsed(raw)
+
+    def parsed(self, raw: bytes) -> UnlinkRequest:
+        """Take the fields from an encoded message; return this object."""
+        self.clear()
         _in.open(raw)
-        if not found.decode_from(_in):
-            found = UnlinkRequest()
-            found.take_message(meta_pb2.UnlinkRequest.FromString(raw))
-        return found
+        if not self.decode_from(_in):
+            self.clear()
+            self.take_message(meta_pb2.UnlinkRequest.FromString(raw))
+        return self
 
     def SerializeToString(self) -> bytes:
+        """The same bytes as those of the protobuf message."""
         _out.begin()
         self.encode_to(_out)
         return _out.take()
 
     def HasField(self, name: str) -> bool:
+        """Whether a message attribute is present."""
         return getattr(self, name) is not None
 
     def __repr__(self) -> str:
         return "UnlinkRequest(" + ", ".join(f"{f}={getattr(self, f)!r}" for f in self.__slots__) + ")"
 
     def take_message(self, message: Any) -> None:
+        """Take the fields of a protobuf message of this name."""
         if message.HasField("change"):
             self.change.take_message(message.change)
         self.parent = message.parent
@@ -1000,6 +1159,7 @@ class UnlinkRequest:
             message.spread = self.spread
 
     def decode_from(self, source: Reader) -> bool:
+        """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
             if tag == 10:
@@ -1021,6 +1181,7 @@ class UnlinkRequest:
         return not source.failed
 
     def encode_to(self, out: Writer) -> None:
+        """Append the fields."""
         if self.change is not None:
             mark = out.open(10)
             self.change.encode_to(out)
@@ -1045,28 +1206,41 @@ class UnlinkReply:
         self.links = links
         self.parent = parent
 
+    def clear(self) -> None:
+        """Set all fields to their defaults; a message that was made by `__new__` has none before."""
+        self.inode = 0
+        self.links = 0
+        self.parent = None
+
     @staticmethod
     def FromString(raw: bytes) -> UnlinkReply:
         """DecodeError: the bytes are no such message."""
-        found = UnlinkReply()
+        return UnlinkReply.__new__(UnlinkReply).parsed(raw)
+
+    def parsed(self, raw: bytes) -> UnlinkReply:
+        """Take the fields from an encoded message; return this object."""
+        self.clear()
         _in.open(raw)
-        if not found.decode_from(_in):
-            found = UnlinkReply()
-            found.take_message(meta_pb2.UnlinkReply.FromString(raw))
-        return found
+        if not self.decode_from(_in):
+            self.clear()
+            self.take_message(meta_pb2.UnlinkReply.FromString(raw))
+        return self
 
     def SerializeToString(self) -> bytes:
+        """The same bytes as those of the protobuf message."""
         _out.begin()
         self.encode_to(_out)
         return _out.take()
 
     def HasField(self, name: str) -> bool:
+        """Whether a message attribute is present."""
         return getattr(self, name) is not None
 
     def __repr__(self) -> str:
         return "UnlinkReply(" + ", ".join(f"{f}={getattr(self, f)!r}" for f in self.__slots__) + ")"
 
     def take_message(self, message: Any) -> None:
+        """Take the fields of a protobuf message of this name."""
         self.inode = message.inode
         self.links = message.links
         if message.HasField("parent"):
@@ -1084,6 +1258,7 @@ class UnlinkReply:
             self.parent.copy_to(message.parent)
 
     def decode_from(self, source: Reader) -> bool:
+        """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
             if tag == 9:
@@ -1104,6 +1279,7 @@ class UnlinkReply:
         return not source.failed
 
     def encode_to(self, out: Writer) -> None:
+        """Append the fields."""
         out.fixed(9, self.inode)
         out.number(16, self.links)
         if self.parent is not None:
@@ -1139,28 +1315,48 @@ class ReportRequest:
         self.blocks_delta = blocks_delta
         self.withdrawn = withdrawn
 
+    def clear(self) -> None:
+        """Set all fields to their defaults; a message that was made by `__new__` has none before."""
+        self.change = Change.__new__(Change)
+        self.change.clear()
+        self.inode = 0
+        self.cut = 0
+        self.end = 0
+        self.wrote = False
+        self.sync = False
+        self.release = False
+        self.blocks_delta = 0
+        self.withdrawn = 0
+
     @staticmethod
     def FromString(raw: bytes) -> ReportRequest:
         """DecodeError: the bytes are no such message."""
-        found = ReportRequest()
+        return ReportRequest.__new__(ReportRequest).parsed(raw)
+
+    def parsed(self, raw: bytes) -> ReportRequest:
+        """Take the fields from an encoded message; return this object."""
+        self.clear()
         _in.open(raw)
-        if not found.decode_from(_in):
-            found = ReportRequest()
-            found.take_message(meta_pb2.ReportRequest.FromString(raw))
-        return found
+        if not self.decode_from(_in):
+            self.clear()
+            self.take_message(meta_pb2.ReportRequest.FromString(raw))
+        return self
 
     def SerializeToString(self) -> bytes:
+        """The same bytes as those of the protobuf message."""
         _out.begin()
         self.encode_to(_out)
         return _out.take()
 
     def HasField(self, name: str) -> bool:
+        """Whether a message attribute is present."""
         return getattr(self, name) is not None
 
     def __repr__(self) -> str:
         return "ReportRequest(" + ", ".join(f"{f}={getattr(self, f)!r}" for f in self.__slots__) + ")"
 
     def take_message(self, message: Any) -> None:
+        """Take the fields of a protobuf message of this name."""
         if message.HasField("change"):
             self.change.take_message(message.change)
         self.inode = message.inode
@@ -1195,6 +1391,7 @@ class ReportRequest:
             message.withdrawn = self.withdrawn
 
     def decode_from(self, source: Reader) -> bool:
+        """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
             if tag == 10:
@@ -1230,6 +1427,7 @@ class ReportRequest:
         return not source.failed
 
     def encode_to(self, out: Writer) -> None:
+        """Append the fields."""
         if self.change is not None:
             mark = out.open(10)
             self.change.encode_to(out)
@@ -1255,28 +1453,39 @@ class AttrReply:
     ) -> None:
         self.attr = attr
 
+    def clear(self) -> None:
+        """Set all fields to their defaults; a message that was made by `__new__` has none before."""
+        self.attr = None
+
     @staticmethod
     def FromString(raw: bytes) -> AttrReply:
         """DecodeError: the bytes are no such message."""
-        found = AttrReply()
+        return AttrReply.__new__(AttrReply).parsed(raw)
+
+    def parsed(self, raw: bytes) -> AttrReply:
+        """Take the fields from an encoded message; return this object."""
+        self.clear()
         _in.open(raw)
-        if not found.decode_from(_in):
-            found = AttrReply()
-            found.take_message(meta_pb2.AttrReply.FromString(raw))
-        return found
+        if not self.decode_from(_in):
+            self.clear()
+            self.take_message(meta_pb2.AttrReply.FromString(raw))
+        return self
 
     def SerializeToString(self) -> bytes:
+        """The same bytes as those of the protobuf message."""
         _out.begin()
         self.encode_to(_out)
         return _out.take()
 
     def HasField(self, name: str) -> bool:
+        """Whether a message attribute is present."""
         return getattr(self, name) is not None
 
     def __repr__(self) -> str:
         return "AttrReply(" + ", ".join(f"{f}={getattr(self, f)!r}" for f in self.__slots__) + ")"
 
     def take_message(self, message: Any) -> None:
+        """Take the fields of a protobuf message of this name."""
         if message.HasField("attr"):
             self.attr = Attr()
             self.attr.take_message(message.attr)
@@ -1288,6 +1497,7 @@ class AttrReply:
             self.attr.copy_to(message.attr)
 
     def decode_from(self, source: Reader) -> bool:
+        """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
             if tag == 10:
@@ -1302,6 +1512,7 @@ class AttrReply:
         return not source.failed
 
     def encode_to(self, out: Writer) -> None:
+        """Append the fields."""
         if self.attr is not None:
             mark = out.open(10)
             self.attr.encode_to(out)
