@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from nvpool.core import primitives
 from nvpool.core.errors import every_error
 from nvpool.metrics import registry as metrics
 from nvpool.metrics.exposition import Page
@@ -37,6 +38,18 @@ class ReplyStats:
         self.by_method: dict[int, _Answered] = {}
         self.begun = self.ended = self.given_up = 0
         self.errors: dict[tuple[int, int], int] = {}
+
+    def served(self, method: int, seconds: float) -> None:
+        """Count a request without a payload that is answered already, successfully."""
+        self.begun += 1
+        found = self.by_method.get(method)
+        if found is None:
+            self.answered(method, seconds, 0, 0, 0)
+            return
+        self.ended += 1
+        times = found.times
+        times.counts[primitives.duration_slot(seconds)] += 1
+        times.sum_s += seconds
 
     def answered(self, method: int, seconds: float, status: int, bytes_in: int, bytes_out: int) -> None:
         """Count a response to a request that was counted in `begun`."""

@@ -7,6 +7,7 @@ from libc.stdint cimport uint32_t
 from nvpool.core cimport primitives
 from nvpool.core.primitives cimport FrameReader
 from nvpool.meta.requests.change_handlers cimport ChangeRoute
+from nvpool.rpc.stats cimport ReplyStats
 
 cdef Py_ssize_t _MESSAGE_MAX, _OUT_BYTES_MAX, _IN_FLIGHT_MAX, _REPLY_MAX
 
@@ -17,15 +18,16 @@ cdef class FrameCall:
     cdef public double since_s, deadline_s
     cdef public bint cancelled
     cdef bint _is_system
-    cpdef begin(self, method, bytes message, side, uint32_t number, double now_s, double deadline_s, list out, replies,
+    cpdef begin(self, method, bytes message, side, uint32_t number, double now_s, double deadline_s, list out, ReplyStats replies,
                 bint is_system)
     cdef public Py_ssize_t payload_bytes, byte_count
-    cdef object _side, _callback, _replies
+    cdef object _side, _callback
+    cdef ReplyStats _replies
     cdef uint32_t _number
     cdef list _out
     cpdef reply(self, message=*, payload=*)
     cpdef fail(self, error)
-    @cython.locals(out=list, took_s=double)
+    @cython.locals(out=list, took_s=double, replies=ReplyStats)
     cdef _end(self, uint32_t status, bytes message, payload)
     cpdef keep(self)
 
@@ -40,5 +42,5 @@ cdef class RequestDispatch:
     cpdef serve(self, call, method, bytes message, peer)
     @cython.locals(at=Py_ssize_t, total=Py_ssize_t, replies=Py_ssize_t, call=FrameCall, message=bytes, number=uint32_t,
                    now_s=double, deadline_s=double)
-    cpdef Py_ssize_t answer(self, bytearray buffer, Py_ssize_t end, dict in_work, reply_stats, list out, side=*, handle=*,
+    cpdef Py_ssize_t answer(self, bytearray buffer, Py_ssize_t end, dict in_work, ReplyStats reply_stats, list out, side=*, handle=*,
                             watched=*) except -1

@@ -34,6 +34,7 @@ from nvpool.meta.state.record_locks import LockedRecord
 from nvpool.rpc.access_control import Callers
 from nvpool.rpc.api import IN_FLIGHT_MAX, MESSAGE_BYTES_MAX, Buffer, Call
 from nvpool.rpc.error_codec import encode_error
+from nvpool.rpc.stats import ReplyStats
 from nvpool.rpc.v1 import wire_pb2 as wire
 
 _log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class FrameCall:
         now_s: float,
         deadline_s: float,
         out: list,
-        replies: Any,
+        replies: ReplyStats,
         is_system: bool,
     ) -> None:
         """Begin the request `number` of a connection, whose reply goes to `out` while the call is not kept.
@@ -129,17 +130,13 @@ class FrameCall:
             return
         self._out = None
         out.append(primitives.reply_frame(self._number, status, message))
-        replies = self._replies
-        replies.begun += 1
         took_s = (primitives.boottime_s() if self._is_system else side.now_s()) - self.since_s
-        known = replies.by_method.get(self.method)
-        if known is None or status:
+        replies = self._replies
+        if not status:
+            replies.served(self.method, took_s)
+        else:
+            replies.begun += 1
             replies.answered(self.method, took_s, status, 0, 0)
-            return
-        replies.ended += 1
-        times = known.times
-        times.counts[primitives.duration_slot(took_s)] += 1
-        times.sum_s += took_s
 
     def keep(self) -> None:
         """Make the call one of the requests in progress of its connection, unless it is answered."""
@@ -236,7 +233,7 @@ class RequestDispatch:
         buffer: bytearray,
         end: int,
         in_work: dict,
-        reply_stats: Any,
+        reply_stats: ReplyStats,
         out: list,
         side: Any = None,
         handle: Callable[[Call], None] | None = None,
