@@ -81,7 +81,8 @@ def requests_of(session: int, secret: bytes):
         more = {"secret": secret} if method == wire.META_OPEN_SESSION else {}
         yield method, kind(session=session, **more)
     for method, (kind, _) in CHANGES.items():
-        yield method, kind(change=pb.Change(session=session, slot=9, sequence=1, uid=1000, gid=100))
+        change = pb.Change(session=session, slot=9, sequence=1, uid=1000, gid=100)
+        yield method, getattr(pb, kind.__name__)(change=change)
 
 
 def test_table_covers_every_message_with_a_session():
