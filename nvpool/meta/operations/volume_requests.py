@@ -32,6 +32,7 @@ from nvpool.meta.state.volume_records import (
     encode_volume,
     volume_key,
 )
+from nvpool.rpc.messages.meta_messages import CreateRequest
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.security.volume_keys import wrapped_by
 
@@ -39,7 +40,7 @@ NUMBER_MAX = (1 << 63) - 1
 TRASH_S_MAX = (1 << 32) - 1
 
 
-def begin_volume(draft: Draft, root: Inode, request: pb.CreateRequest) -> None:
+def begin_volume(draft: Draft, root: Inode, request: CreateRequest) -> None:
     """Make the directory that is being created the root of a new volume, in the same change.
 
     The service checks that the name is valid for a volume. InvalidRequest.

@@ -61,7 +61,13 @@ from nvpool.meta.state.records import Inode
 from nvpool.meta.state.transaction import Decision, Draft, View
 from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.messages.direntries import DirectoryPage
-from nvpool.rpc.messages.meta_messages import LookupRequest
+from nvpool.rpc.messages.meta_messages import (
+    CreateRequest,
+    GetAttrRequest,
+    LookupRequest,
+    ReportRequest,
+    UnlinkRequest,
+)
 from nvpool.rpc.peer_roles import ANY_USER_BUT_ROOT, BELIEVED_GROUPS, Credentials
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
@@ -598,7 +604,7 @@ def _without_privileges(user: User, draft: Draft, attr: pb.Attr) -> None:
 # -- queries -------------------------------------------------------------------------------------------------
 
 
-def _guard_lookup(user: User, request: pb.LookupRequest) -> None:
+def _guard_lookup(user: User, request: LookupRequest) -> None:
     directory = user.entered(request.parent)
     if request.rights:
         inode = user.view.inode(user.view.named(directory, request.name)[1])
@@ -607,16 +613,16 @@ def _guard_lookup(user: User, request: pb.LookupRequest) -> None:
         request.rights = user.granted(request.session, inode, user.by_mode(inode, request.rights))
 
 
-def _note_lookup(user: User, request: pb.LookupRequest, draft: Draft) -> None:
+def _note_lookup(user: User, request: LookupRequest, draft: Draft) -> None:
     user.note_entry(draft.reply, request.session, request.rights, request.parent, request.name)
 
 
-def _guard_getattr(user: User, request: pb.GetAttrRequest) -> None:
+def _guard_getattr(user: User, request: GetAttrRequest) -> None:
     inode = user.handled(request.session, request.inode, 0)
     request.rights = user.granted(request.session, inode, request.rights)
 
 
-def _note_getattr(user: User, request: pb.GetAttrRequest, draft: Draft) -> None:
+def _note_getattr(user: User, request: GetAttrRequest, draft: Draft) -> None:
     user.note_entry(draft.reply, request.session, request.rights)
 
 
@@ -633,7 +639,7 @@ def _guard_getxattr(user: User, request: pb.GetXattrRequest) -> None:
 # -- changes ---------------------------------------------------------------------------------------------------------------
 
 
-def _guard_create(user: User, request: pb.CreateRequest) -> None:
+def _guard_create(user: User, request: CreateRequest) -> None:
     view, credentials, change = user.view, user.credentials, request.change
     parent = user.entered(request.parent)
     change.uid, change.gid = credentials.uid, _gid(credentials, change.gid)
@@ -656,7 +662,7 @@ def _guard_create(user: User, request: pb.CreateRequest) -> None:
     request.mode = permissions.mode_at_birth(parent, request.mode, credentials)
 
 
-def _check_opened(user: User, inode: Inode, request: pb.CreateRequest | pb.OpenRequest, wanted: int) -> None:
+def _check_opened(user: User, inode: Inode, request: CreateRequest | pb.OpenRequest, wanted: int) -> None:
     """Check that the mode allows the requested access to an existing file.
 
     Rights that are requested beyond `wanted` are reduced to those that the mode allows.
@@ -668,7 +674,7 @@ def _check_opened(user: User, inode: Inode, request: pb.CreateRequest | pb.OpenR
     request.rights = user.by_mode(inode, request.rights)
 
 
-def _note_create(user: User, request: pb.CreateRequest, draft: Draft) -> None:
+def _note_create(user: User, request: CreateRequest, draft: Draft) -> None:
     entry = draft.reply.entry
     user.note_entry(entry, request.change.session, request.rights, request.parent, request.name)
     if not draft.reply.created and (request.rights & grants.WRITE or request.truncate):
@@ -703,12 +709,12 @@ def _guard_allocate(user: User, request: pb.AllocateRequest) -> None:
     request.rights = user.granted(request.change.session, inode, request.rights)
 
 
-def _guard_report(user: User, request: pb.ReportRequest) -> None:
+def _guard_report(user: User, request: ReportRequest) -> None:
     writes = request.wrote or request.end or request.withdrawn
     user.handled(request.change.session, request.inode, grants.WRITE if writes else 0)
 
 
-def _note_report(user: User, request: pb.ReportRequest, draft: Draft) -> None:
+def _note_report(user: User, request: ReportRequest, draft: Draft) -> None:
     if request.wrote or request.end:
         _without_privileges(user, draft, draft.reply.attr)
 
@@ -749,7 +755,7 @@ def _guard_setattr(user: User, request: pb.SetAttrRequest) -> None:
     request.rights = user.granted(session, inode, request.rights)
 
 
-def _guard_removal(user: User, request: pb.UnlinkRequest) -> None:
+def _guard_removal(user: User, request: UnlinkRequest) -> None:
     parent = user.entered(request.parent)
     _check_name_goes(user, parent, user.view.inode(user.view.named(parent, request.name)[1]))
 

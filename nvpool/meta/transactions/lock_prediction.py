@@ -12,6 +12,7 @@ from nvpool.core.units import NAME_BYTES_MAX
 from nvpool.meta.state import records
 from nvpool.meta.state.transaction import View
 from nvpool.meta.transactions.view import Need
+from nvpool.rpc.messages.meta_messages import UnlinkRequest
 from nvpool.rpc.v1 import meta_pb2 as pb
 
 _DIRECTORY = 4
@@ -39,7 +40,7 @@ def foreseen(view: View, request: Any) -> Need | None:
         """
         if (raw := view.get(key_of(directory, name))) is not None:
             number, kind = records.decode_dentry(directory >> records.COUNTER_BITS, raw)
-            if inode(number) and kind == _DIRECTORY and isinstance(request, pb.UnlinkRequest):
+            if inode(number) and kind == _DIRECTORY and isinstance(request, UnlinkRequest):
                 ranges.append((*records.dentry_range(number >> records.COUNTER_BITS, number), 1))
 
     if (
@@ -52,6 +53,6 @@ def foreseen(view: View, request: Any) -> Need | None:
     elif isinstance(request, pb.LinkRequest) and len(request.name) <= NAME_BYTES_MAX:
         if inode(request.parent):
             keys.append(key_of(request.parent, request.name))
-    elif isinstance(request, pb.UnlinkRequest) and len(request.name) <= NAME_BYTES_MAX:
+    elif isinstance(request, UnlinkRequest) and len(request.name) <= NAME_BYTES_MAX:
         named(request.parent, request.name)
     return Need(keys=tuple(keys), ranges=tuple(ranges)) if keys else None
