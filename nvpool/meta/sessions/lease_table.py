@@ -126,10 +126,10 @@ class _Table:
 
     def add_one(self, number: int, index: int, now_s: float) -> None:
         """As `add`, for one inode."""
-        if now_s >= self._turn_s:
+        if now_s >= self.turn_s:
             self.add((number,), index, now_s)
             return
-        new = self._new
+        new = self.new
         spread = number * _HASH & _U64
         slot = spread >> 44
         mine = (spread >> 12 & 0xFFFF0000) | index
@@ -253,7 +253,7 @@ class LeaseTable:
         now_s = self._clock.boottime_s()
         if watch.until_s <= now_s:
             return False
-        self._table.add_one(number, watch.index, now_s)
+        self.table.add_one(number, watch.index, now_s)
         return True
 
     def issue_leases(self, session: int, numbers: Iterable[int]) -> Collection[int]:
