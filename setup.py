@@ -64,10 +64,14 @@ def extensions() -> list[Extension]:
         extension(source) for source in sorted(SOURCES, key=lambda path: path.stat().st_size, reverse=True)
     ]
     typed = {str(path) for path in TYPED}
-    by_hand = [one for one in found if one.sources[0] not in typed]
-    generated = [one for one in found if one.sources[0] in typed]
-    return cythonize(by_hand, nthreads=PROCESSORS, language_level=3) + cythonize(
-        generated, nthreads=PROCESSORS, language_level=3, compiler_directives=TYPED_DIRECTIVES
+    untyped = [one for one in found if one.sources[0] not in typed]
+    typed_ones = [one for one in found if one.sources[0] in typed]
+    return cythonize(untyped, nthreads=PROCESSORS, language_level=3) + cythonize(
+        typed_ones,
+        nthreads=PROCESSORS,
+        language_level=3,
+        compiler_directives=TYPED_DIRECTIVES,
+        build_dir="build/typed",  # the C sources: beside the modules their names would be those of the modules
     )
 
 

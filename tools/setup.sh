@@ -106,9 +106,10 @@ fi
 python=$(find_python whole) || fail 'no Python 3.11 or later with headers and venv is here; PYTHON=/path/to/python3 names one'
 
 # What the environment was made from; when all of it is the same, there is nothing to do.
+typed=$(find nvpool -name '*.pxd' | sed 's/pxd$/py/')  # modules with C types are compiled too
 sources=$(find pyproject.toml setup.* tools/setup.sh tools/dependency_groups.py nvpool -name '*.toml' -o -name 'setup.*' -o -name '*.p[yx][xd]' -o \
     -name '*.[ch]' ! -name '_*.c' 2>/dev/null | sort) || true  # there need not be a setup.py
-wanted="$PWD $python $(cat $sources | sha256sum)"
+wanted="$PWD $python $(cat $sources $typed 2>/dev/null | sha256sum)"
 if [ "$(cat $stamp 2>/dev/null)" = "$wanted" ] && $venv/bin/python -c 'import nvpool' 2>/dev/null; then
     exit 0
 fi

@@ -4,7 +4,7 @@
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 
-cdef class Writer:
+cdef class ByteWriter:
     cdef uint8_t *_begin
     cdef uint8_t *_at
     cdef uint8_t *_end
@@ -31,7 +31,7 @@ cdef class Writer:
     cdef int put_u32(self, Py_ssize_t place, uint32_t value) except -1
 
 
-cdef class Reader:
+cdef class ByteReader:
     cdef object _raw
     cdef const uint8_t *_base
     cdef const uint8_t *_at
@@ -55,7 +55,7 @@ cdef class Reader:
     cdef Py_ssize_t place(self) noexcept
 
 
-cdef class FrameReader:
+cdef class RequestFrames:
     cdef readonly uint32_t method, number, deadline_ms
     cdef readonly Py_ssize_t frame_bytes
     cdef bytes take(self, bytearray buffer, Py_ssize_t at, Py_ssize_t end, Py_ssize_t message_max)

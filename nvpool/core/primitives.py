@@ -2,7 +2,7 @@
 
 `primitives.pyx` is the compiled form; this module runs where nothing is compiled (`NVPOOL_PURE=1`). The typed
 modules (a `.py` beside a `.pxd`) use nothing else that needs pointers, so each of them has one source. A
-`Writer` and a `Reader` are used by one caller at a time, which does not wait while it uses them.
+`ByteWriter` and a `ByteReader` are used by one caller at a time, which does not wait while it uses them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HEADER_BYTES = 32
 _MAGIC, _REQUEST, _REPLY = 0x504E, 2, 3
 
 
-class Writer:
+class ByteWriter:
     """Buffer to which numbers and bytes are appended; `take` returns a copy of its content."""
 
     __slots__ = ("_bytes",)
@@ -121,7 +121,7 @@ class Writer:
         self._bytes[place : place + 4] = value.to_bytes(4, "little")
 
 
-class Reader:
+class ByteReader:
     """Reads numbers and protobuf fields of a byte string.
 
     After a read beyond the end `failed` is True, and the values are 0.
@@ -239,7 +239,7 @@ class Reader:
         return self._at
 
 
-class FrameReader:
+class RequestFrames:
     """Reads the request frames of a receive buffer."""
 
     __slots__ = ("method", "number", "deadline_ms", "frame_bytes")

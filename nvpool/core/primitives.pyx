@@ -42,7 +42,7 @@ cdef enum:
     FIRST_BYTES = 4096
 
 
-cdef class Writer:
+cdef class ByteWriter:
     def __cinit__(self):
         self._begin = self._at = self._end = NULL
         self._grow(FIRST_BYTES)
@@ -191,7 +191,7 @@ cdef class Writer:
         return 0
 
 
-cdef class Reader:
+cdef class ByteReader:
     cdef int open(self, bytes raw) except -1:
         self._raw = raw
         self._base = self._at = <const uint8_t *>PyBytes_AS_STRING(raw)
@@ -286,7 +286,7 @@ cdef class Reader:
         return self._at - self._base
 
 
-cdef class FrameReader:
+cdef class RequestFrames:
     cdef bytes take(self, bytearray buffer, Py_ssize_t at, Py_ssize_t end, Py_ssize_t message_max):
         if end > PyByteArray_GET_SIZE(buffer):
             raise ValueError("frames lie outside of their buffer")

@@ -13,7 +13,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted((ROOT / "nvpool").rglob("*.pyx"))
+TYPED = [
+    path.with_suffix(".py")
+    for path in (ROOT / "nvpool").rglob("*.pxd")
+    if path.with_suffix(".py").exists() and not path.with_suffix(".pyx").exists()
+]
+SOURCES = sorted([*(ROOT / "nvpool").rglob("*.pyx"), *TYPED])
 WITH_IT = sorted(path for kind in ("pyx", "pxd", "h") for path in (ROOT / "nvpool").rglob(f"*.{kind}"))
 
 

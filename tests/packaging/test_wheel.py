@@ -74,4 +74,11 @@ def test_wheel_on_a_bare_system(system, tmp_path):
     # The pool's drives lie on this machine's file system, as on a real node, and not on the overlay.
     said = systems.run(base, tmp_path / "bare", USE, {out: "/out", srv: "/srv"})
     compiled = len(list((ROOT / "nvpool").rglob("*.pyx")))
+    compiled += len(
+        [
+            path
+            for path in (ROOT / "nvpool").rglob("*.pxd")
+            if path.with_suffix(".py").exists() and not path.with_suffix(".pyx").exists()
+        ]
+    )
     assert int(said.split()[-1]) == compiled

@@ -14,7 +14,7 @@ from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
 from nvpool.meta.state.transaction import Draft, View, attr_of, elsewhere_entry
 from nvpool.poolmap.shards.partitions import partition_of_directory
-from nvpool.rpc.messages.meta_messages import CreateReply, CreateRequest, Entry
+from nvpool.rpc.messages.meta_messages import CreateReply, CreateRequest, InodeEntry
 
 _S_ISGID, _S_IFREG, _S_IFDIR, _S_IFLNK = 0o2000, 0o100000, 0o040000, 0o120000
 _HAS_ACL, _TOUCHED = records.HAS_ACL, records.TOUCHED
@@ -91,7 +91,7 @@ def create(view: View, request: CreateRequest, now_ns: int) -> Draft:
     parent.size += 1
     draft.stamp(parent, content=True)
     draft.parent = parent
-    entry = Entry.__new__(Entry)
+    entry = InodeEntry.__new__(InodeEntry)
     entry.clear()
     entry.attr = attr_of(born)
     if request.open and kind == _S_IFREG:
@@ -144,7 +144,7 @@ def _create_unnamed(draft: Draft, request: CreateRequest) -> Draft:
     draft.effects[records.numbered_key(records.ORPHAN, born.number)] = value
     draft.orphans.append(born.number)
     draft.opened = born.number
-    entry = Entry.__new__(Entry)
+    entry = InodeEntry.__new__(InodeEntry)
     entry.clear()
     entry.attr = attr_of(born)
     entry.grant = draft.grant(born, request.rights, change.session)
@@ -169,7 +169,7 @@ def _open_existing(draft: Draft, request: CreateRequest, number: int, kind: int)
         draft.reply = CreateReply(elsewhere_entry(number, kind))
         return draft
     found = draft.inode(number)
-    entry = Entry.__new__(Entry)
+    entry = InodeEntry.__new__(InodeEntry)
     entry.clear()
     draft.reply = CreateReply(entry)
     if found.is_file:

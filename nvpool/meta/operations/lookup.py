@@ -6,7 +6,7 @@ from nvpool.core.errors import DirectoryGone, NotFound
 from nvpool.core.ids import partition_of
 from nvpool.meta.state import records
 from nvpool.meta.state.transaction import Draft, View, attr_of, elsewhere_entry
-from nvpool.rpc.messages.meta_messages import Entry, GetAttrRequest, LookupRequest
+from nvpool.rpc.messages.meta_messages import GetAttrRequest, InodeEntry, LookupRequest
 
 _DIVIDED = records.DIVIDED
 
@@ -55,7 +55,7 @@ def _entry(view: View, number: int, rights: int, session: int, now_ns: int) -> D
     draft = Draft.__new__(Draft)
     draft.begin(view, now_ns)
     inode = draft.inode(number)
-    entry = draft.reply = Entry.__new__(Entry)
+    entry = draft.reply = InodeEntry.__new__(InodeEntry)
     entry.clear()
     if rights:
         entry.grant = draft.grant(inode, rights, session)

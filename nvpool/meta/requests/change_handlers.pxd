@@ -9,7 +9,7 @@ from nvpool.meta.sessions cimport table
 from nvpool.meta.sessions.table cimport Session, Slot
 from nvpool.meta.state cimport records, session_records
 from nvpool.meta.state.transaction cimport Draft, View
-from nvpool.rpc.messages.meta_messages cimport CreateReply, Entry
+from nvpool.rpc.messages.meta_messages cimport CreateReply, InodeEntry
 
 cdef uint32_t _SLOTS
 

@@ -30,7 +30,7 @@ from nvpool.meta.state.transaction import Decision, Draft, TruncationInProgress,
 from nvpool.poolmap.shards.partitions import partition_of_name
 from nvpool.rpc.access_control import CallerRights
 from nvpool.rpc.api import Call
-from nvpool.rpc.messages.meta_messages import CreateReply, Entry
+from nvpool.rpc.messages.meta_messages import CreateReply, InodeEntry
 
 _SLOTS = SLOTS_PER_SESSION
 
@@ -316,7 +316,7 @@ class ChangeHandlers:
             if leased:
                 entry = beside
                 if isinstance(beside, CreateReply):
-                    entry = beside.entry = Entry.__new__(Entry)
+                    entry = beside.entry = InodeEntry.__new__(InodeEntry)
                     entry.clear()
                 entry.lease_ms = self._view.issue_lease(session.number, draft.inodes[leased])
             # concatenated protobuf messages decode as one merged message

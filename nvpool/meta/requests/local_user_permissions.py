@@ -554,7 +554,7 @@ class User:
         return found
 
     def note_entry(
-        self, entry: pb.Entry, session: int, rights: int, directory: int = 0, name: bytes = b""
+        self, entry: pb.InodeEntry, session: int, rights: int, directory: int = 0, name: bytes = b""
     ) -> None:
         if name and entry.attr.inode:
             self.known.met(self.met_by, entry.attr.inode, directory, name)

@@ -5,7 +5,7 @@ cimport cython
 from libc.stdint cimport uint32_t
 
 from nvpool.core cimport primitives
-from nvpool.core.primitives cimport FrameReader
+from nvpool.core.primitives cimport RequestFrames
 from nvpool.meta.requests.change_handlers cimport ChangeRoute
 from nvpool.rpc.stats cimport ReplyStats
 
@@ -36,7 +36,7 @@ cdef class RequestDispatch:
     cdef object _callers, _status, _clock, _die, _retry, _access, _view, _peer, _owner, _user, _refused
     cdef dict _routes, _restricted
     cdef bint _is_system
-    cdef FrameReader _frames
+    cdef RequestFrames _frames
     cpdef handle(self, call)
     @cython.locals(changes=ChangeRoute)
     cpdef serve(self, call, method, bytes message, peer)

@@ -25,7 +25,7 @@ from nvpool.core.errors import (
     NvpoolError,
     Refused,
 )
-from nvpool.core.primitives import FrameReader
+from nvpool.core.primitives import RequestFrames
 from nvpool.meta.requests.change_handlers import ChangeRoute
 from nvpool.meta.requests.dispatch_table import CHANGES, QUERIES
 from nvpool.meta.requests.local_user_permissions import check_shards
@@ -180,7 +180,7 @@ class RequestDispatch:
         self._die, self._retry, self._access, self._view, self._routes = die, retry, access, view, routes
         self._restricted: dict = access.restricted
         self._is_system = type(clock) is SystemClock
-        self._frames = FrameReader()
+        self._frames = RequestFrames()
         self._peer: Any = None
         self._owner, self._user = "", None
         self._refused: frozenset[int] = frozenset()

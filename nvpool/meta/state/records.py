@@ -14,11 +14,11 @@ from typing import NamedTuple
 from nvpool.core.errors import CorruptRecord
 from nvpool.core.ids import COUNTER_BITS, COUNTER_MASK
 from nvpool.core.posix.byte_range_locks import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, WHOLE
-from nvpool.core.primitives import Reader, Writer
+from nvpool.core.primitives import ByteReader, ByteWriter
 from nvpool.core.units import PARTITION_COUNT, SLOTS_PER_SESSION, SYMLINK_BYTES_MAX
 from nvpool.poolmap.file_layout import Layout
 
-_in, _out = Reader(), Writer()
+_in, _out = ByteReader(), ByteWriter()
 
 # -- keys ------------------------------------------------------------------------------------------------------------
 

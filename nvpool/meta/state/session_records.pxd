@@ -3,8 +3,8 @@
 
 from libc.stdint cimport uint64_t
 
-from nvpool.core.primitives cimport Writer
+from nvpool.core.primitives cimport ByteWriter
 
-cdef Writer _out
+cdef ByteWriter _out
 
 cpdef bytes encode_slot(uint64_t sequence, uint64_t waits_for, bytes answer, mark=*)

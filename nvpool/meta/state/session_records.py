@@ -13,7 +13,7 @@ import struct
 from typing import NamedTuple
 
 from nvpool.core.errors import CorruptRecord
-from nvpool.core.primitives import Writer
+from nvpool.core.primitives import ByteWriter
 
 SECRET_BYTES = 16
 _VERSION = 1
@@ -25,7 +25,7 @@ _MARK_TAG = bytes((0xFD, 0xFF, 0xFF, 0xFF, 0x0F))
 """Tag of the field 2^29 - 1, the highest possible number, with four bytes: protocol buffers, encoding,
 I32."""
 _MARK = struct.Struct("<5sI")
-_out = Writer()
+_out = ByteWriter()
 
 
 class SessionRecord(NamedTuple):

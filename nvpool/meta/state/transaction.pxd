@@ -4,12 +4,12 @@
 cimport cython
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from nvpool.core.primitives cimport Writer
+from nvpool.core.primitives cimport ByteWriter
 from nvpool.meta.state cimport records
 from nvpool.meta.state.records cimport Inode
 from nvpool.rpc.messages.meta_messages cimport Attr
 
-cdef Writer _out
+cdef ByteWriter _out
 cdef uint32_t _DIVIDED, _TRASHED, _WIDE, _TOUCHED, _SHOWN, _S_IFMT, _S_IFDIR, _S_IFREG, _ORPHAN
 cdef uint64_t _INODE_MAX
 

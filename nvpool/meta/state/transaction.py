@@ -25,7 +25,7 @@ from nvpool.core.errors import (
 from nvpool.core.grants import ENCRYPTED, EPOCH_MASK, WRITE, grant_signer, member_tag, volume_tag
 from nvpool.core.ids import COUNTER_BITS
 from nvpool.core.posix.acl import Acl, encode_acl
-from nvpool.core.primitives import Writer
+from nvpool.core.primitives import ByteWriter
 from nvpool.core.units import NAME_BYTES_MAX, PARTITION_COUNT
 from nvpool.kv.api import Kv
 from nvpool.meta.state import records, striped_dirs
@@ -38,7 +38,7 @@ from nvpool.meta.state.volume_access import VolumeAccess
 from nvpool.meta.state.volume_records import TRASH, Trashed, encode_trashed, volume_key
 from nvpool.poolmap.model import PoolMap
 from nvpool.poolmap.shards.partitions import name_hasher, partition_of_name
-from nvpool.rpc.messages.meta_messages import Attr, Entry
+from nvpool.rpc.messages.meta_messages import Attr, InodeEntry
 from nvpool.rpc.v1 import meta_pb2
 from nvpool.security.volume_keys import PoolKeys
 
@@ -55,7 +55,7 @@ _S_IFMT, _S_IFDIR, _S_IFREG = 0o170000, 0o040000, 0o100000
 _ORPHAN = records.ORPHAN
 _INODE_MAX = (1 << 63) - 1
 _NUMBER = struct.Struct(">Q")
-_out = Writer()
+_out = ByteWriter()
 
 
 class TruncationInProgress(Exception):
@@ -767,6 +767,6 @@ def fill_attr(message: meta_pb2.Attr, inode: Inode) -> None:
     attr_of(inode).copy_to(message)
 
 
-def elsewhere_entry(number: int, kind: int) -> Entry:
+def elsewhere_entry(number: int, kind: int) -> InodeEntry:
     """Entry for an inode of another shard with what its name says: number and kind."""
-    return Entry(Attr(inode=number, mode=kind << 12), elsewhere=True)
+    return InodeEntry(Attr(inode=number, mode=kind << 12), elsewhere=True)

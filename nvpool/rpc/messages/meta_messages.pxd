@@ -4,10 +4,10 @@
 cimport cython
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from nvpool.core.primitives cimport Reader, Writer
+from nvpool.core.primitives cimport ByteReader, ByteWriter
 
-cdef Reader _in
-cdef Writer _out
+cdef ByteReader _in
+cdef ByteWriter _out
 
 
 cdef class Change:
@@ -21,9 +21,9 @@ cdef class Change:
     cpdef Change parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
-    cdef bint decode_from(self, Reader source) except -1
+    cdef bint decode_from(self, ByteReader source) except -1
     @cython.locals(mark=Py_ssize_t)
-    cdef int encode_to(self, Writer out) except -1
+    cdef int encode_to(self, ByteWriter out) except -1
 
 
 cdef class Attr:
@@ -51,23 +51,23 @@ cdef class Attr:
     cpdef Attr parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
-    cdef bint decode_from(self, Reader source) except -1
+    cdef bint decode_from(self, ByteReader source) except -1
     @cython.locals(mark=Py_ssize_t)
-    cdef int encode_to(self, Writer out) except -1
+    cdef int encode_to(self, ByteWriter out) except -1
 
 
-cdef class Entry:
+cdef class InodeEntry:
     cdef public Attr attr
     cdef public bytes grant
     cdef public uint32_t lease_ms
     cdef public bint elsewhere
     cpdef clear(self)
-    cpdef Entry parsed(self, bytes raw)
+    cpdef InodeEntry parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
-    cdef bint decode_from(self, Reader source) except -1
+    cdef bint decode_from(self, ByteReader source) except -1
     @cython.locals(mark=Py_ssize_t)
-    cdef int encode_to(self, Writer out) except -1
+    cdef int encode_to(self, ByteWriter out) except -1
 
 
 cdef class LookupRequest:
@@ -81,9 +81,9 @@ cdef class LookupRequest:
     cpdef LookupRequest parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
-    cdef bint decode_from(self, Reader source) except -1
+    cdef bint decode_from(self, ByteReader source) except -1
     @cython.locals(mark=Py_ssize_t)
-    cdef int encode_to(self, Writer out) except -1
+    cdef int encode_to(self, ByteWriter out) except -1
 
 
 cdef class GetAttrRequest:
@@ -96,9 +96,9 @@ cdef class GetAttrRequest:
     cpdef GetAttrRequest parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
-    cdef bint decode_from(self, Reader source) except -1
+    cdef bint decode_from(self, ByteReader source) except -1
     @cython.locals(mark=Py_ssize_t)
-    cdef int encode_to(self, Writer out) except -1
+    cdef int encode_to(self, ByteWriter out) except -1
 
 
 cdef class CreateRequest:
@@ -121,22 +121,22 @@ cdef class CreateRequest:
     cpdef CreateRequest parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
-    cdef bint decode_from(self, Reader source) except -1
+    cdef bint decode_from(self, ByteReader source) except -1
     @cython.locals(mark=Py_ssize_t)
-    cdef int encode_to(self, Writer out) except -1
+    cdef int encode_to(self, ByteWriter out) except -1
 
 
 cdef class CreateReply:
-    cdef public Entry entry
+    cdef public InodeEntry entry
     cdef public bint created
     cdef public Attr parent
     cpdef clear(self)
     cpdef CreateReply parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
-    cdef bint decode_from(self, Reader source) except -1
+    cdef bint decode_from(self, ByteReader source) except -1
     @cython.locals(mark=Py_ssize_t)
-    cdef int encode_to(self, Writer out) except -1
+    cdef int encode_to(self, ByteWriter out) except -1
 
 
 cdef class UnlinkRequest:
@@ -148,9 +148,9 @@ cdef class UnlinkRequest:
     cpdef UnlinkRequest parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
-    cdef bint decode_from(self, Reader source) except -1
+    cdef bint decode_from(self, ByteReader source) except -1
     @cython.locals(mark=Py_ssize_t)
-    cdef int encode_to(self, Writer out) except -1
+    cdef int encode_to(self, ByteWriter out) except -1
 
 
 cdef class UnlinkReply:
@@ -161,9 +161,9 @@ cdef class UnlinkReply:
     cpdef UnlinkReply parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
-    cdef bint decode_from(self, Reader source) except -1
+    cdef bint decode_from(self, ByteReader source) except -1
     @cython.locals(mark=Py_ssize_t)
-    cdef int encode_to(self, Writer out) except -1
+    cdef int encode_to(self, ByteWriter out) except -1
 
 
 cdef class ReportRequest:
@@ -180,9 +180,9 @@ cdef class ReportRequest:
     cpdef ReportRequest parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
-    cdef bint decode_from(self, Reader source) except -1
+    cdef bint decode_from(self, ByteReader source) except -1
     @cython.locals(mark=Py_ssize_t)
-    cdef int encode_to(self, Writer out) except -1
+    cdef int encode_to(self, ByteWriter out) except -1
 
 
 cdef class AttrReply:
@@ -191,6 +191,6 @@ cdef class AttrReply:
     cpdef AttrReply parsed(self, bytes raw)
     cpdef bytes SerializeToString(self)
     @cython.locals(tag=uint64_t, mark=Py_ssize_t)
-    cdef bint decode_from(self, Reader source) except -1
+    cdef bint decode_from(self, ByteReader source) except -1
     @cython.locals(mark=Py_ssize_t)
-    cdef int encode_to(self, Writer out) except -1
+    cdef int encode_to(self, ByteWriter out) except -1

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from nvpool.core.primitives import Reader, Writer
+from nvpool.core.primitives import ByteReader, ByteWriter
 from nvpool.rpc.v1 import meta_pb2
 
-_in = Reader()
-_out = Writer()
+_in = ByteReader()
+_out = ByteWriter()
 
 
 class Change:
@@ -96,7 +96,7 @@ class Change:
         if self.gid:
             message.gid = self.gid
 
-    def decode_from(self, source: Reader) -> bool:
+    def decode_from(self, source: ByteReader) -> bool:
         """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
@@ -123,7 +123,7 @@ class Change:
             tag = source.field()
         return not source.failed
 
-    def encode_to(self, out: Writer) -> None:
+    def encode_to(self, out: ByteWriter) -> None:
         """Append the fields."""
         out.fixed(9, self.session)
         out.number(16, self.slot)
@@ -319,7 +319,7 @@ class Attr:
         if self.birth_ns:
             message.birth_ns = self.birth_ns
 
-    def decode_from(self, source: Reader) -> bool:
+    def decode_from(self, source: ByteReader) -> bool:
         """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
@@ -384,7 +384,7 @@ class Attr:
             tag = source.field()
         return not source.failed
 
-    def encode_to(self, out: Writer) -> None:
+    def encode_to(self, out: ByteWriter) -> None:
         """Append the fields."""
         out.fixed(9, self.inode)
         out.number(16, self.mode)
@@ -408,7 +408,7 @@ class Attr:
         out.sfixed(161, self.birth_ns)
 
 
-class Entry:
+class InodeEntry:
     """Message Entry of meta.proto."""
 
     __slots__ = ("attr", "grant", "lease_ms", "elsewhere")
@@ -433,11 +433,11 @@ class Entry:
         self.elsewhere = False
 
     @staticmethod
-    def FromString(raw: bytes) -> Entry:
+    def FromString(raw: bytes) -> InodeEntry:
         """DecodeError: the bytes are no such message."""
-        return Entry.__new__(Entry).parsed(raw)
+        return InodeEntry.__new__(InodeEntry).parsed(raw)
 
-    def parsed(self, raw: bytes) -> Entry:
+    def parsed(self, raw: bytes) -> InodeEntry:
         """Take the fields from an encoded message; return this object."""
         self.clear()
         _in.open(raw)
@@ -457,7 +457,7 @@ class Entry:
         return getattr(self, name) is not None
 
     def __repr__(self) -> str:
-        return "Entry(" + ", ".join(f"{f}={getattr(self, f)!r}" for f in self.__slots__) + ")"
+        return "InodeEntry(" + ", ".join(f"{f}={getattr(self, f)!r}" for f in self.__slots__) + ")"
 
     def take_message(self, message: Any) -> None:
         """Take the fields of a protobuf message of this name."""
@@ -480,7 +480,7 @@ class Entry:
         if self.elsewhere:
             message.elsewhere = self.elsewhere
 
-    def decode_from(self, source: Reader) -> bool:
+    def decode_from(self, source: ByteReader) -> bool:
         """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
@@ -505,7 +505,7 @@ class Entry:
             tag = source.field()
         return not source.failed
 
-    def encode_to(self, out: Writer) -> None:
+    def encode_to(self, out: ByteWriter) -> None:
         """Append the fields."""
         if self.attr is not None:
             mark = out.open(10)
@@ -597,7 +597,7 @@ class LookupRequest:
         if self.spread:
             message.spread = self.spread
 
-    def decode_from(self, source: Reader) -> bool:
+    def decode_from(self, source: ByteReader) -> bool:
         """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
@@ -622,7 +622,7 @@ class LookupRequest:
             tag = source.field()
         return not source.failed
 
-    def encode_to(self, out: Writer) -> None:
+    def encode_to(self, out: ByteWriter) -> None:
         """Append the fields."""
         out.fixed(9, self.session)
         out.fixed(17, self.map_epoch)
@@ -707,7 +707,7 @@ class GetAttrRequest:
         if self.birth:
             message.birth = self.birth
 
-    def decode_from(self, source: Reader) -> bool:
+    def decode_from(self, source: ByteReader) -> bool:
         """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
@@ -730,7 +730,7 @@ class GetAttrRequest:
             tag = source.field()
         return not source.failed
 
-    def encode_to(self, out: Writer) -> None:
+    def encode_to(self, out: ByteWriter) -> None:
         """Append the fields."""
         out.fixed(9, self.session)
         out.fixed(17, self.map_epoch)
@@ -894,7 +894,7 @@ class CreateRequest:
         if self.unnamed:
             message.unnamed = self.unnamed
 
-    def decode_from(self, source: Reader) -> bool:
+    def decode_from(self, source: ByteReader) -> bool:
         """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
@@ -954,7 +954,7 @@ class CreateRequest:
             tag = source.field()
         return not source.failed
 
-    def encode_to(self, out: Writer) -> None:
+    def encode_to(self, out: ByteWriter) -> None:
         """Append the fields."""
         if self.change is not None:
             mark = out.open(10)
@@ -1030,7 +1030,7 @@ class CreateReply:
     def take_message(self, message: Any) -> None:
         """Take the fields of a protobuf message of this name."""
         if message.HasField("entry"):
-            self.entry = Entry()
+            self.entry = InodeEntry()
             self.entry.take_message(message.entry)
         self.created = message.created
         if message.HasField("parent"):
@@ -1048,13 +1048,13 @@ class CreateReply:
             message.parent.SetInParent()
             self.parent.copy_to(message.parent)
 
-    def decode_from(self, source: Reader) -> bool:
+    def decode_from(self, source: ByteReader) -> bool:
         """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
             if tag == 10:
                 mark = source.enter()
-                self.entry = Entry()
+                self.entry = InodeEntry()
                 if not self.entry.decode_from(source):
                     return False
                 source.leave(mark, tag)
@@ -1073,7 +1073,7 @@ class CreateReply:
             tag = source.field()
         return not source.failed
 
-    def encode_to(self, out: Writer) -> None:
+    def encode_to(self, out: ByteWriter) -> None:
         """Append the fields."""
         if self.entry is not None:
             mark = out.open(10)
@@ -1158,7 +1158,7 @@ class UnlinkRequest:
         if self.spread:
             message.spread = self.spread
 
-    def decode_from(self, source: Reader) -> bool:
+    def decode_from(self, source: ByteReader) -> bool:
         """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
@@ -1180,7 +1180,7 @@ class UnlinkRequest:
             tag = source.field()
         return not source.failed
 
-    def encode_to(self, out: Writer) -> None:
+    def encode_to(self, out: ByteWriter) -> None:
         """Append the fields."""
         if self.change is not None:
             mark = out.open(10)
@@ -1257,7 +1257,7 @@ class UnlinkReply:
             message.parent.SetInParent()
             self.parent.copy_to(message.parent)
 
-    def decode_from(self, source: Reader) -> bool:
+    def decode_from(self, source: ByteReader) -> bool:
         """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
@@ -1278,7 +1278,7 @@ class UnlinkReply:
             tag = source.field()
         return not source.failed
 
-    def encode_to(self, out: Writer) -> None:
+    def encode_to(self, out: ByteWriter) -> None:
         """Append the fields."""
         out.fixed(9, self.inode)
         out.number(16, self.links)
@@ -1390,7 +1390,7 @@ class ReportRequest:
         if self.withdrawn:
             message.withdrawn = self.withdrawn
 
-    def decode_from(self, source: Reader) -> bool:
+    def decode_from(self, source: ByteReader) -> bool:
         """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
@@ -1426,7 +1426,7 @@ class ReportRequest:
             tag = source.field()
         return not source.failed
 
-    def encode_to(self, out: Writer) -> None:
+    def encode_to(self, out: ByteWriter) -> None:
         """Append the fields."""
         if self.change is not None:
             mark = out.open(10)
@@ -1496,7 +1496,7 @@ class AttrReply:
             message.attr.SetInParent()
             self.attr.copy_to(message.attr)
 
-    def decode_from(self, source: Reader) -> bool:
+    def decode_from(self, source: ByteReader) -> bool:
         """Read the fields. False: only protobuf can tell what they are."""
         tag = source.field()
         while tag:
@@ -1511,7 +1511,7 @@ class AttrReply:
             tag = source.field()
         return not source.failed
 
-    def encode_to(self, out: Writer) -> None:
+    def encode_to(self, out: ByteWriter) -> None:
         """Append the fields."""
         if self.attr is not None:
             mark = out.open(10)
