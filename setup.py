@@ -50,7 +50,11 @@ def extension(source: Path) -> Extension:
         depends=[str(path) for path in SHARED],
         libraries=libraries(source),
         include_dirs=sorted({str(path.parent) for path in SHARED if path.suffix == ".h"}),
-        extra_compile_args=["-O2", "-g1"],
+        extra_compile_args=[
+            "-O2",
+            "-g1",
+            "-fwrapv",
+        ],  # differences of times may overflow; they are compared first
     )
 
 

@@ -1,10 +1,14 @@
 """Requests from frames: same bytes, records and counters as the same requests from calls."""
 
 import asyncio
+import hashlib
 import os
 import random
 import stat
+import subprocess
+import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -185,7 +189,7 @@ async def a_shard(path, quick, clock=None, watch=True, options=None):
 
 
 def with_shard(test):
-    """Decorator: run the test with one shard that uses the fast path."""
+    """Decorator: run the test with one shard that takes requests from frames."""
 
     def run(tmp_path):
         async def served():
@@ -199,7 +203,7 @@ def with_shard(test):
 
 
 def with_both(test):
-    """Decorator: run the test with and without the fast path, and compare results and state."""
+    """Decorator: run the test from frames and from calls, and compare results and state."""
 
     def run(tmp_path):
         async def served(quick):
@@ -304,39 +308,63 @@ async def test_requests_of_one_buffer_are_answered_in_order(bench):
     return out
 
 
+async def some_requests(path, seed, quick):
+    """Replies to 1,500 random requests, the state after them, how many came from frames, and findings of fsck."""
+    clock = ManualClock(3)
+    async with a_shard(path, quick, clock, watch=seed != 1) as bench:
+        draw, replies = random.Random(seed), []
+        if seed == 2:  # another client takes and releases leases
+            other = await ShardClient(bench.service, 7, 7).begin(watch=True)
+        for step in range(1500):
+            method, request = some_request(draw, bench)
+            replies.append(await bench.ask(method, request, number=step))
+            if method == CREATE and not replies[-1][0]:
+                bench.inodes.append(pb.CreateReply.FromString(replies[-1][1]).entry.attr.inode)
+            if seed == 2 and not draw.randrange(10):
+                await other.getattr(draw.choice(bench.inodes[:3]))
+                # the other client never delays a change
+                bench.service.parts.watches._watches[other.session].until_s = 0
+            clock.advance(draw.choice((0.0, 0.001, 1.0)))
+            if not draw.randrange(200):
+                await bench.kv.checkpoint()
+        problems = await bench.client.fsck()
+        return replies, bench.state(), bench.taken, problems
+
+
 @pytest.mark.few(3)  # the last two of these are special
 @pytest.mark.parametrize("seed", range(6))
 def test_random_requests_give_the_same_replies_and_state(tmp_path, seed):
-    async def served(quick):
-        clock = ManualClock(3)
-        async with a_shard(tmp_path / f"kv-{quick}", quick, clock, watch=seed != 1) as bench:
-            draw, replies = random.Random(seed), []
-            if seed == 2:  # another client takes and releases leases
-                other = await ShardClient(bench.service, 7, 7).begin(watch=True)
-            for step in range(1500):
-                method, request = some_request(draw, bench)
-                replies.append(await bench.ask(method, request, number=step))
-                if method == CREATE and not replies[-1][0]:
-                    bench.inodes.append(pb.CreateReply.FromString(replies[-1][1]).entry.attr.inode)
-                if seed == 2 and not draw.randrange(10):
-                    await other.getattr(draw.choice(bench.inodes[:3]))
-                    bench.service.parts.watches._watches[
-                        other.session
-                    ].until_s = 0  # the other client never delays a change
-                clock.advance(draw.choice((0.0, 0.001, 1.0)))
-                if not draw.randrange(200):
-                    await bench.kv.checkpoint()
-            problems = await bench.client.fsck()
-            return replies, bench.state(), bench.taken, problems
-
-    replies, state, taken, problems = asyncio.run(served(True))
-    slow_replies, slow_state, _, _ = asyncio.run(served(False))
+    replies, state, taken, problems = asyncio.run(some_requests(tmp_path / "frames", seed, True))
+    slow_replies, slow_state, _, _ = asyncio.run(some_requests(tmp_path / "calls", seed, False))
     for number, (one, other) in enumerate(zip(replies, slow_replies, strict=True)):
         assert one == other, number
 
     assert state == slow_state
-    assert taken > 100 and not problems
+    assert taken > 1000 and not problems
     assert len({status for status, _ in replies}) > 4  # with several kinds of refusals
+
+
+def digest_of(path) -> str:
+    """Digest of replies and state of some requests."""
+    replies, state, *_ = asyncio.run(some_requests(path, 0, True))
+    return hashlib.sha256(repr((replies, state)).encode()).hexdigest()
+
+
+@pytest.mark.compiled
+def test_interpreted_modules_give_the_same_bytes(tmp_path):
+    module = "tests.unit.meta.server.test_request_dispatch"
+    code = f"from {module} import digest_of; print(digest_of({str(tmp_path / 'interpreted')!r}))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[4],
+        env=os.environ | {"NVPOOL_PURE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    assert done.stdout.split()[-1] == digest_of(tmp_path / "compiled")
 
 
 def some_request(draw, bench):
