@@ -186,7 +186,7 @@ def python_class(name: str) -> str:
     lines += [
         "",
         "    def decode_from(self, source: ByteReader) -> bool:",
-        '        """Read the fields. False: only protobuf can tell what they are."""',
+        '        """Read the fields. False: only protobuf can decode them."""',
         "        tag = source.field()",
         "        while tag:",
     ]

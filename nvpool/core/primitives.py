@@ -7,9 +7,8 @@ modules (a `.py` beside a `.pxd`) use nothing else that needs pointers, so each 
 
 from __future__ import annotations
 
-import time
-
-from crc32c import crc32c
+from nvpool.core.checksum import crc32c
+from nvpool.core.clock import SYSTEM_CLOCK
 
 HEADER_BYTES = 32
 _MAGIC, _REQUEST, _REPLY = 0x504E, 2, 3
@@ -297,12 +296,12 @@ def reply_frame(number: int, status: int, message: bytes) -> bytes:
 
 def boottime_s() -> float:
     """The boottime clock of core/clock."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return SYSTEM_CLOCK.boottime_s()
 
 
 def wall_ns() -> int:
     """The wall clock of core/clock."""
-    return time.time_ns()
+    return SYSTEM_CLOCK.wall_ns()
 
 
 def duration_slot(took_s: float) -> int:

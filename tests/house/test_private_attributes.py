@@ -34,7 +34,9 @@ def own_names(cls):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         found.update(target.id for target in targets if isinstance(target, ast.Name))
         if any(getattr(target, "id", "") == "__slots__" for target in targets):
-            found.update(ast.literal_eval(node.value))
+            found.update(
+                constant.value for constant in ast.walk(node.value) if isinstance(constant, ast.Constant)
+            )
     return found
 
 

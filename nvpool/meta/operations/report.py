@@ -40,7 +40,11 @@ def report(view: View, request: ReportRequest, now_ns: int) -> Draft:
             and inode.reserved > inode.size
             and (
                 request.withdrawn == inode.reserved
-                or (request.withdrawn == WITHDRAW_ANY and view.appends.is_of(inode, request.change.session))
+                or (
+                    request.withdrawn == WITHDRAW_ANY
+                    and view.appends is not None
+                    and view.appends.is_of(inode, request.change.session)
+                )
             )
         ):
             # some bytes of the withdrawn append may be on stores: they must never be visible

@@ -1,4 +1,7 @@
-"""SetAttr: change mode, owner, size, times, and the layout that a directory hands down to new files."""
+"""SetAttr: change mode, owner, size, times, and the layout that a directory hands down to new files.
+
+Allocate: make a hole in a file, or grow it; fallocate(2) without preallocation.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from nvpool.core.units import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
 from nvpool.meta.state.transaction import Draft, TruncationInProgress, View, fill_attr
-from nvpool.poolmap.file_layout import size_max
+from nvpool.poolmap.file_layout import check_range, size_max
 from nvpool.rpc.v1 import meta_pb2
 
 MODE, UID, GID, SIZE, ATIME, MTIME, ATIME_NOW, MTIME_NOW, CTIME, CHUNK, REPLICAS, WIDE = (
@@ -126,3 +129,31 @@ def _hand_down(view: View, inode: Inode, request: meta_pb2.SetAttrRequest) -> No
                 f"nodes: nvpool dir set POOL:/PATH --replicas {request.replicas}"
             )
         inode.table = request.replicas
+
+
+def allocate(view: View, request: meta_pb2.AllocateRequest, now_ns: int) -> Draft:
+    """Make a hole of a range, grow the file to its end, or both in one change.
+
+    The range is [offset, offset + length); `punch` makes the hole, `grow` grows the file. Growing adds no
+    block. It waits for a truncation, whose bytes must be removed before they could become visible again.
+    """
+    draft = Draft(view, now_ns)
+    inode = draft.inode(request.inode)
+    if inode.is_directory:
+        raise IsADirectory(f"inode {inode.number} is a directory")
+    if not inode.is_file or not request.length:
+        raise InvalidRequest(f"{request.length} bytes of inode {inode.number} cannot be allocated")
+    check_range(inode.layout, request.offset, request.length)
+    end = request.offset + request.length
+    if request.grow and end > inode.size:
+        if inode.number in view.cutting:
+            raise TruncationInProgress(inode.number)
+        draft.resized(inode, end)
+        if not request.punch:
+            draft.stamp(inode, content=True)
+    if request.punch:
+        draft.punch(inode, request.offset, end)
+    reply = draft.reply = meta_pb2.Entry()
+    reply.grant = draft.grant(inode, request.rights, request.change.session)
+    fill_attr(reply.attr, inode)
+    return draft

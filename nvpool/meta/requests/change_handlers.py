@@ -71,7 +71,7 @@ class ChangeHandlers:
         self._internal = internal
         self._handle = handle
 
-    def routes(self) -> dict[int, Callable[[Call], None]]:
+    def routes(self) -> dict[int, Any]:
         """Handlers by method."""
         routes = {
             method: ChangeRoute(self, *route, CROSS_SHARD_CHANGES.get(method), True)

@@ -10,7 +10,6 @@ from operator import attrgetter
 from typing import Any
 
 from nvpool.meta.operations import queries as lookup_operations
-from nvpool.meta.operations.allocate import allocate
 from nvpool.meta.operations.create import create
 from nvpool.meta.operations.link import link
 from nvpool.meta.operations.lock import lock
@@ -19,6 +18,7 @@ from nvpool.meta.operations.lookup import lookup
 from nvpool.meta.operations.open import open_inode, reserve
 from nvpool.meta.operations.rename import rename
 from nvpool.meta.operations.report import report
+from nvpool.meta.operations.setattr import allocate
 from nvpool.meta.operations.setattr import setattr as decide_setattr
 from nvpool.meta.operations.unlink import rmdir, unlink
 from nvpool.meta.operations.xattr import removexattr, setxattr

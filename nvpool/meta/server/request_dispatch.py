@@ -51,6 +51,7 @@ _MESSAGE_MAX, _OUT_BYTES_MAX, _IN_FLIGHT_MAX, _REPLY_MAX = (
     MESSAGE_BYTES_MAX,
 )
 _NO_PAYLOAD = memoryview(b"")
+_NO_USER: Any = None
 
 
 class FrameCall:
@@ -82,7 +83,7 @@ class FrameCall:
         number: int,
         now_s: float,
         deadline_s: float,
-        out: list,
+        out: list[Any],
         replies: ReplyStats,
         is_system: bool,
     ) -> None:
@@ -98,7 +99,8 @@ class FrameCall:
         self._callback: Callable[[], None] | None = None
         self.peer = side.peer
         self.since_s = now_s
-        self._side, self._number, self._out, self._replies = side, number, out, replies
+        self._side, self._number, self._replies = side, number, replies
+        self._out: list[Any] | None = out
         self._is_system = is_system
 
     def room(self, byte_count: int) -> memoryview | None:
@@ -178,11 +180,11 @@ class RequestDispatch:
     ) -> None:
         self._callers, self._status, self._clock = callers, status, clock
         self._die, self._retry, self._access, self._view, self._routes = die, retry, access, view, routes
-        self._restricted: dict = access.restricted
+        self._restricted: dict[Any, Any] = access.restricted
         self._is_system = type(clock) is SystemClock
         self._frames = RequestFrames()
         self._peer: Any = None
-        self._owner, self._user = "", None
+        self._owner, self._user = "", _NO_USER
         self._refused: frozenset[int] = frozenset()
 
     def handle(self, call: Call) -> None:
@@ -232,9 +234,9 @@ class RequestDispatch:
         self,
         buffer: bytearray,
         end: int,
-        in_work: dict,
+        in_work: dict[int, Any],
         reply_stats: ReplyStats,
-        out: list,
+        out: list[Any],
         side: Any = None,
         handle: Callable[[Call], None] | None = None,
         watched: Callable[[Call], Call] | None = None,
@@ -259,7 +261,7 @@ class RequestDispatch:
             method = self._frames.method
             if method not in _METHODS:
                 break
-            call = FrameCall.__new__(FrameCall)
+            call: Any = FrameCall.__new__(FrameCall)
             now_s = primitives.boottime_s() if self._is_system else self._clock.boottime_s()
             deadline_s = now_s + self._frames.deadline_ms / 1000
             call.begin(

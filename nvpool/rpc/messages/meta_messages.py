@@ -97,7 +97,7 @@ class Change:
             message.gid = self.gid
 
     def decode_from(self, source: ByteReader) -> bool:
-        """Read the fields. False: only protobuf can tell what they are."""
+        """Read the fields. False: only protobuf can decode them."""
         tag = source.field()
         while tag:
             if tag == 9:
@@ -320,7 +320,7 @@ class Attr:
             message.birth_ns = self.birth_ns
 
     def decode_from(self, source: ByteReader) -> bool:
-        """Read the fields. False: only protobuf can tell what they are."""
+        """Read the fields. False: only protobuf can decode them."""
         tag = source.field()
         while tag:
             if tag == 9:
@@ -481,7 +481,7 @@ class InodeEntry:
             message.elsewhere = self.elsewhere
 
     def decode_from(self, source: ByteReader) -> bool:
-        """Read the fields. False: only protobuf can tell what they are."""
+        """Read the fields. False: only protobuf can decode them."""
         tag = source.field()
         while tag:
             if tag == 10:
@@ -598,7 +598,7 @@ class LookupRequest:
             message.spread = self.spread
 
     def decode_from(self, source: ByteReader) -> bool:
-        """Read the fields. False: only protobuf can tell what they are."""
+        """Read the fields. False: only protobuf can decode them."""
         tag = source.field()
         while tag:
             if tag == 9:
@@ -708,7 +708,7 @@ class GetAttrRequest:
             message.birth = self.birth
 
     def decode_from(self, source: ByteReader) -> bool:
-        """Read the fields. False: only protobuf can tell what they are."""
+        """Read the fields. False: only protobuf can decode them."""
         tag = source.field()
         while tag:
             if tag == 9:
@@ -895,7 +895,7 @@ class CreateRequest:
             message.unnamed = self.unnamed
 
     def decode_from(self, source: ByteReader) -> bool:
-        """Read the fields. False: only protobuf can tell what they are."""
+        """Read the fields. False: only protobuf can decode them."""
         tag = source.field()
         while tag:
             if tag == 10:
@@ -1049,7 +1049,7 @@ class CreateReply:
             self.parent.copy_to(message.parent)
 
     def decode_from(self, source: ByteReader) -> bool:
-        """Read the fields. False: only protobuf can tell what they are."""
+        """Read the fields. False: only protobuf can decode them."""
         tag = source.field()
         while tag:
             if tag == 10:
@@ -1159,7 +1159,7 @@ class UnlinkRequest:
             message.spread = self.spread
 
     def decode_from(self, source: ByteReader) -> bool:
-        """Read the fields. False: only protobuf can tell what they are."""
+        """Read the fields. False: only protobuf can decode them."""
         tag = source.field()
         while tag:
             if tag == 10:
@@ -1258,7 +1258,7 @@ class UnlinkReply:
             self.parent.copy_to(message.parent)
 
     def decode_from(self, source: ByteReader) -> bool:
-        """Read the fields. False: only protobuf can tell what they are."""
+        """Read the fields. False: only protobuf can decode them."""
         tag = source.field()
         while tag:
             if tag == 9:
@@ -1391,7 +1391,7 @@ class ReportRequest:
             message.withdrawn = self.withdrawn
 
     def decode_from(self, source: ByteReader) -> bool:
-        """Read the fields. False: only protobuf can tell what they are."""
+        """Read the fields. False: only protobuf can decode them."""
         tag = source.field()
         while tag:
             if tag == 10:
@@ -1497,7 +1497,7 @@ class AttrReply:
             self.attr.copy_to(message.attr)
 
     def decode_from(self, source: ByteReader) -> bool:
-        """Read the fields. False: only protobuf can tell what they are."""
+        """Read the fields. False: only protobuf can decode them."""
         tag = source.field()
         while tag:
             if tag == 10:

@@ -17,7 +17,7 @@ from nvpool.core.errors import Busy, DriveFailed, Fenced, NoSpace, NotFound, Too
 from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.server.service import MetaOptions, MetaService
-from nvpool.meta.server.shard_member import _MemberFastPath as member_fast_path
+from nvpool.meta.server.shard_member import MemberFastPath as member_fast_path
 from nvpool.meta.state import records
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.error_codec import decode_error
@@ -157,15 +157,15 @@ class Bench:
         return {
             "records": self.kv.scan(b"", b"\xff" * 12, 1_000_000),
             "sequence": self.kv.sequence,
-            "journal": os.pread(journal._files[journal.generation & 1], journal.offset, 0),
+            "journal": os.pread(journal.files[journal.generation & 1], journal.offset, 0),
             "sessions": sessions,
             "holders": service.parts.sessions.holders,
             "orphans": service.parts.collector.orphans,
             "counters": service.status.counters,
             "numbers": (service.parts.view.next_number, service.parts.view.inode_count),
             "state": service.status.state,
-            "cool": service.parts.watches._cool,
-            "leases": (bytes(service.parts.watches._table._new), bytes(service.parts.watches._table._old)),
+            "cool": service.parts.watches.cool,
+            "leases": (bytes(service.parts.watches.table.new), bytes(service.parts.watches.table.old)),
         }
 
 
@@ -323,7 +323,7 @@ async def some_requests(path, seed, quick):
             if seed == 2 and not draw.randrange(10):
                 await other.getattr(draw.choice(bench.inodes[:3]))
                 # the other client never delays a change
-                bench.service.parts.watches._watches[other.session].until_s = 0
+                bench.service.parts.watches.by_session[other.session].until_s = 0
             clock.advance(draw.choice((0.0, 0.001, 1.0)))
             if not draw.randrange(200):
                 await bench.kv.checkpoint()
@@ -572,7 +572,7 @@ def test_leases_of_others_are_recalled(tmp_path):
         other = await ShardClient(bench.service).begin(watch=True)
         assert (await other.lookup(bench.home, b"there")).lease_ms
         assert (await other.getattr(bench.home)).lease_ms
-        bench.service.parts.watches._watches[other.session].until_s = 0
+        bench.service.parts.watches.by_session[other.session].until_s = 0
 
     assert not any(same_in_state(watch)(tmp_path))
 
