@@ -223,7 +223,7 @@ u64, s64 = st.integers(0, 2**64 - 1), st.integers(-(2**63), 2**63 - 1)
         st.integers(0, 2**32 - 1),
         st.integers(0, 2**32 - 1),
         st.integers(0, 2**32 - 1),
-        u64,
+        st.integers(0, 2**63 - 1),
         u64,
         s64,
         s64,
