@@ -384,6 +384,20 @@ class ChunkStore(Protocol):
         `place`; also raises ChecksumMismatch like `write_now`.
         """
 
+    def prepare_now(
+        self,
+        inode: int,
+        index: int,
+        offset: int,
+        buffer: memoryview,
+        checksums: bytes,
+        cipher: BlockCipher | None = None,
+    ) -> Placed:
+        """Prepare a write like `prepare`, without waiting.
+
+        MustWait: nothing was done; call `prepare`. The errors are those of `prepare`.
+        """
+
     def drop_placed(self, placed: Placed) -> None:
         """Free the staged blocks, unless a write has named them."""
 

@@ -306,6 +306,17 @@ class BlockChunkStore(ChunkTransfer):
     ) -> Placed:
         return await staged_writes.prepare(self, inode, index, offset, buffer, checksums, cipher)
 
+    def prepare_now(
+        self,
+        inode: int,
+        index: int,
+        offset: int,
+        buffer: memoryview,
+        checksums: bytes,
+        cipher: BlockCipher | None = None,
+    ) -> Placed:
+        return staged_writes.prepare_now(self, inode, index, offset, buffer, checksums, cipher)
+
     def drop_placed(self, placed: Placed) -> None:
         transaction, placed.transaction = placed.transaction, None
         if transaction is not None:

@@ -213,6 +213,17 @@ class MemoryChunkStore:
         checksums: bytes,
         cipher: BlockCipher | None = None,
     ) -> Placed:
+        return self.prepare_now(inode, index, offset, buffer, checksums, cipher)
+
+    def prepare_now(
+        self,
+        inode: int,
+        index: int,
+        offset: int,
+        buffer: memoryview,
+        checksums: bytes,
+        cipher: BlockCipher | None = None,
+    ) -> Placed:
         self._refuse_when_fenced()
         if not len(buffer) or offset < 0 or offset + len(buffer) > CHUNK_BYTES_MAX:
             raise InvalidRequest("a write lies in a chunk")

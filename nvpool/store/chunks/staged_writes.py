@@ -55,20 +55,32 @@ async def prepare(
 ) -> Placed:
     """See ChunkStore.prepare."""
     for _ in range(_TRIES_MAX):
-        store.refuse_when_fenced()
-        transaction, chunk = Transaction(), store.index.chunk(inode, index)
         try:
-            buffers, sums = store.merger.whole_blocks(chunk, offset, buffer, checksums, cipher)
-            count = len(sums) >> 2
-            grows = 0 in store.index.places(chunk, offset >> 12, count)
-            runs = store.allocator.allocate(transaction, count, grows=grows)
-            break
-        except SpacePending:
-            await store.make_room()
+            return prepare_now(store, inode, index, offset, buffer, checksums, cipher)
         except MustWait as wait:
             await wait.until()
-    else:
-        raise Busy("the store did not find room for the write")
+    raise Busy("the store did not find room for the write")
+
+
+def prepare_now(
+    store: BlockStore,
+    inode: int,
+    index: int,
+    offset: int,
+    buffer: memoryview,
+    checksums: bytes,
+    cipher: BlockCipher | None = None,
+) -> Placed:
+    """See ChunkStore.prepare_now."""
+    store.refuse_when_fenced()
+    transaction, chunk = Transaction(), store.index.chunk(inode, index)
+    buffers, sums = store.merger.whole_blocks(chunk, offset, buffer, checksums, cipher)
+    count = len(sums) >> 2
+    grows = 0 in store.index.places(chunk, offset >> 12, count)
+    try:
+        runs = store.allocator.allocate(transaction, count, grows=grows)
+    except SpacePending:
+        raise MustWait(store.make_room) from None
     placed = Placed(transaction, runs, sums, chunk.version)
     if store.places_first(offset, len(buffer)):
         placed.writing = store.device.write_direct(

@@ -10,9 +10,14 @@ serves again (the manager ensures this), and then copies the state of the other 
 drive would help only if all other members died in the moment between, for a write that no client got an
 answer for. An acknowledged write is committed by every member.
 
+In the usual case no task runs: the write is prepared and offered in the step that accepts it, and committed
+in the callback of the successor's reply. In every other case (a wait for room or for an old block, an error, a
+lost reply, a changed chain) `_carry_out` continues the same pending write in a task.
+
 Reads and truncations of a chunk with a pending write wait until the write is decided. These are bounded: the
 writes that wait for a chunk, the bytes that a head has in progress, and the bytes on their way to a successor
-(store/replication/peer_connections). `store/replication/role` calls this module on the store's event loop.
+(store/replication/peer_connections). `store/replication/role` calls this module on the store's event loop. The
+fast path for first writes (server/fast_first_writes) adds its own pending writes with `add`.
 """
 
 from __future__ import annotations
@@ -21,7 +26,8 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from nvpool.core import errors
 from nvpool.core.clock import Clock
@@ -78,6 +84,18 @@ CUT_WAIT_S = 3.0
 """How long a truncation waits for a pending write. Then the caller repeats the truncation."""
 _TRIES_MAX = 1000
 
+Outcome = tuple[pb.PeerWriteReply | None, BaseException | None]
+"""Outcome of an offer: the successor's reply, or an error that leaves the write undecided."""
+OnEnd = Callable[[int], None]
+"""Called with the committed version, or with 0 if the write goes on in a task: then use `ChainWrites.lead`."""
+
+
+class Offered(Protocol):
+    """An offer in flight, of a write that no task carries out."""
+
+    def give_up(self) -> None:
+        """Stop waiting for the reply, and set `Pending.placed`. The offer may be carried out."""
+
 
 class Pending:
     """A write that is not decided on this target yet."""
@@ -95,6 +113,10 @@ class Pending:
         "decided",
         "waiter",
         "sending",
+        "placed",
+        "offered",
+        "led_bytes",
+        "on_end",
     )
 
     def __init__(self, write: Write, version: int, base: int, place: ChainPosition, decided: asyncio.Future):
@@ -115,6 +137,26 @@ class Pending:
         """Completes with the committed version, or with the error."""
         self.waiter: asyncio.Future | None = None
         self.sending: PendingForward | None = None
+        self.placed: Placed | None = None
+        """Blocks of the write, once it is prepared."""
+        self.offered: Offered | None = None
+        """The offer in flight, while no task carries the write out."""
+        self.led_bytes = 0
+        """Bytes of a client's write that no task carries out, counted until it is decided."""
+        self.on_end: OnEnd | None = None
+
+
+class _SubmittedOffer:
+    """Implementation of `Offered` for an offer that `_try_start` has sent."""
+
+    __slots__ = ("_peers", "_sending")
+
+    def __init__(self, peers: ReplicaPeers, sending: PendingForward) -> None:
+        self._peers = peers
+        self._sending = sending
+
+    def give_up(self) -> None:
+        self._peers.give_up(self._sending)
 
 
 class ReplicaRepairs(NamedTuple):
@@ -155,14 +197,50 @@ class ChainWrites:
         self._repairs = repairs
         self._rebuilding: dict[Name, asyncio.Task[bool]] = {}
         self.pending: dict[Name, Pending] = {}
-        self._turns: dict[Name, deque[asyncio.Future]] = {}
-        self._led_bytes = 0
-        self._cutting: dict[int, list[int]] = {}
-        self._links: dict[int, int] = {}
+        self.turns: dict[Name, deque[asyncio.Future]] = {}
+        """Chunks with a write in `lead`, and the writes that wait for their turn there."""
+        self.led_bytes = 0
+        """Bytes of clients' writes that are not decided yet."""
+        self.cutting: dict[int, list[int]] = {}
+        """Truncate numbers of truncations that wait or run, by inode."""
+        self.links: dict[int, int] = {}
+        """Newest link of each predecessor."""
         self._tasks: set[asyncio.Task] = set()
         self.counters = {"led": 0, "followed": 0, "offered_again": 0, "fetched": 0, "reads_waited": 0}
 
     # -- the head ----------------------------------------------------------------------------------------------------
+
+    def try_submit(self, write: Write, on_end: OnEnd) -> bool:
+        """Begin a client's write without a task; return whether it was begun.
+
+        `on_end` is called once, later. False: nothing was done; the write must wait, or be refused: use `lead`.
+        """
+        name, size = write.name, len(write.buffer)
+        place = self._place_of(write.table, *name)
+        if (
+            place is None
+            or not place.is_head
+            or place.is_last
+            or name in self.turns
+            or name in self.pending
+            or (self.led_bytes and self.led_bytes + size > LED_BYTES_MAX)
+        ):
+            return False
+        try:
+            held = self._held(name)
+        except CorruptRecord:
+            return False
+        if is_done(held.requests, write.request) or write.cut < held.cut:
+            return False
+        placed = self._prepared_now(write)
+        if placed is None:
+            return False
+        pending = self._begin(write, next_version(held, place.epoch), held.version, place)
+        self.counters["led"] += 1
+        self.led_bytes += size
+        pending.led_bytes, pending.on_end, pending.placed = size, on_end, placed
+        self._start(pending)
+        return True
 
     async def lead(self, write: Write, deadline_s: float) -> int:
         """Commit a client's write on every member and return the version of the chunk.
@@ -174,13 +252,13 @@ class ChainWrites:
         NoSpace, StaleCut, ChecksumMismatch, InvalidRequest   from any member: nothing was done
         """
         size = len(write.buffer)
-        if self._led_bytes + size > LED_BYTES_MAX and self._led_bytes:
+        if self.led_bytes + size > LED_BYTES_MAX and self.led_bytes:
             raise Busy("too many bytes wait for other targets", retry_after_s=0.05)
-        self._led_bytes += size
+        self.led_bytes += size
         try:
             await self._wait_turn(write.name, deadline_s)
         except BaseException:
-            self._led_bytes -= size
+            self.led_bytes -= size
             raise
         task = self._own(self._lead(write))
         # Retrieves the exception even if no caller waits any more.
@@ -188,9 +266,9 @@ class ChainWrites:
         return await asyncio.shield(task)
 
     async def _wait_turn(self, name: Name, deadline_s: float) -> None:
-        queue = self._turns.get(name)
+        queue = self.turns.get(name)
         if queue is None:
-            self._turns[name] = deque()
+            self.turns[name] = deque()
             return
         if len(queue) >= QUEUED_MAX:
             raise Busy("too many writes wait for the chunk", retry_after_s=0.05)
@@ -211,13 +289,13 @@ class ChainWrites:
             ) from None
 
     def _end_turn(self, name: Name) -> None:
-        queue = self._turns[name]
+        queue = self.turns[name]
         while queue:
             turn = queue.popleft()
             if not turn.done():
                 turn.set_result(None)
                 return
-        del self._turns[name]
+        del self.turns[name]
 
     async def _lead(self, write: Write) -> int:
         try:
@@ -251,7 +329,7 @@ class ChainWrites:
                 except StaleVersion as error:
                     above = max(above, error.version, pending.version)
         finally:
-            self._led_bytes -= len(write.buffer)
+            self.led_bytes -= len(write.buffer)
             self._end_turn(write.name)
 
     # -- successors --------------------------------------------------------------------------------------------------
@@ -265,10 +343,10 @@ class ChainWrites:
         StaleEpoch, StaleVersion, StaleCut, NoSpace, ChecksumMismatch: nothing was done; see
         poolmap/chains/protocol. Busy: nothing was done; offer the write again.
         """
-        if link >> 32 == self._links.get(offer.sender, 0) >> 32 and link < self._links[offer.sender]:
+        if link >> 32 == self.links.get(offer.sender, 0) >> 32 and link < self.links[offer.sender]:
             # An offer over a newer connection has arrived before this one.
             raise StaleEpoch("this came over a connection that was given up")
-        self._links[offer.sender] = link
+        self.links[offer.sender] = link
         try:
             place, held = self._place_of(write.table, *write.name), self._held(write.name)
         except CorruptRecord:
@@ -314,8 +392,12 @@ class ChainWrites:
                 raise
         pending = self._begin(write, offer.version, offer.base, place)
         pending.whole = whole
-        task = self._own(self._carry_out(pending, offer.sender if answer is Answer.FETCH else 0))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if answer is Answer.TAKE:
+            pending.placed = self._prepared_now(write)
+        if pending.placed is not None:
+            self._start(pending)
+        else:
+            self.carry_on(pending, None, offer.sender if answer is Answer.FETCH else 0)
         return pending.decided
 
     # -- head and successors -----------------------------------------------------------------------------------------
@@ -323,7 +405,7 @@ class ChainWrites:
     def _held(self, name: Name) -> MemberChunkState:
         pending = self.pending.get(name)
         version, floor, cut, requests = self._store.held(*name)
-        cutting = self._cutting.get(name[0])
+        cutting = self.cutting.get(name[0])
         return MemberChunkState(
             version,
             floor,
@@ -332,20 +414,99 @@ class ChainWrites:
             pending.version if pending else 0,
         )
 
+    def add(self, write: Write, version: int, place: ChainPosition, offered: Offered) -> Pending:
+        """Add a pending write to a chunk that does not exist, which the caller has offered.
+
+        The caller ends it with `settled`, or passes it to `carry_on`.
+        """
+        pending = self._begin(write, version, 0, place)
+        pending.offered = offered
+        if place.is_head:
+            self.counters["led"] += 1
+            pending.led_bytes = len(write.buffer)
+            self.led_bytes += pending.led_bytes
+        else:
+            self.counters["followed"] += 1
+        return pending
+
+    def settled(self, pending: Pending) -> None:
+        """Record that the caller of `add` has committed the write."""
+        self._end(pending, pending.version)
+
     def _begin(self, write: Write, version: int, base: int, place: ChainPosition) -> Pending:
         pending = Pending(write, version, base, place, asyncio.get_running_loop().create_future())
         self.pending[write.name] = pending
         self._store.changing(*write.name)
         return pending
 
-    async def _carry_out(self, pending: Pending, fetch_from: int = 0) -> int:
+    def _prepared_now(self, write: Write) -> Placed | None:
+        """Prepare a write without waiting. None: this has to wait, or failed; `_carry_out` does it again."""
+        try:
+            return self._store.prepare_now(
+                write.inode, write.index, write.offset, write.buffer, write.checksums, write.cipher
+            )
+        except (MustWait, NvpoolError):
+            return None
+
+    def _start(self, pending: Pending) -> None:
+        """Offer a prepared write, or commit it if this target is the last one."""
+        place = pending.place
+        if pending.last:
+            self._commit_now(pending)
+            return
+        sending = self._peers.write(
+            place.successor,
+            place.number,
+            self._offer_of(pending, place),
+            pending.write.buffer,
+            partial(self._answered, pending),
+        )
+        pending.offered = _SubmittedOffer(self._peers, sending)
+
+    def _answered(
+        self, pending: Pending, reply: pb.PeerWriteReply | None, error: BaseException | None
+    ) -> None:
+        pending.offered = None
+        if error is None and not reply.status:
+            self._commit_now(pending)
+        else:
+            self.carry_on(pending, (reply, error))
+
+    def _commit_now(self, pending: Pending) -> None:
+        """Commit a write that this target is the last to have, or that all members after it have."""
+        writing, version = pending.placed.writing, 0
+        try:
+            if writing is None or (writing.done() and writing.exception() is None):
+                version = self._write_now(pending.write, pending.version, pending.placed)
+        except Exception:  # the task does it again, and reports or fences
+            log.debug("target %d: a commit is repeated in a task", self._target, exc_info=True)
+        if version:
+            self._store.drop_placed(pending.placed)
+            self._end(pending, version)
+        else:
+            self.carry_on(pending, COMMITTED)
+
+    def carry_on(self, pending: Pending, outcome: Outcome | None, fetch_from: int = 0) -> None:
+        """Continue a pending write in a task.
+
+        `outcome` is that of its offer; None: the write was not offered, or the chain has changed since.
+        """
+        pending.offered = None
+        on_end, pending.on_end = pending.on_end, None
+        task = self._own(self._carry_out(pending, fetch_from, outcome))
+        # Retrieves the exception: callers wait for `decided`, if any.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if on_end is not None:
+            on_end(0)
+
+    async def _carry_out(self, pending: Pending, fetch_from: int = 0, outcome: Outcome | None = None) -> int:
         """Run the pending write until it is decided."""
-        write, placed = pending.write, None
         try:
             if fetch_from:
                 await self._in_line(pending, fetch_from)
-            placed = await self._prepared(write)
-            version = await self._decide(pending, placed)
+            if pending.placed is None:
+                pending.placed = await self._prepared(pending.write)
+            version = await self._decide(pending, pending.placed, outcome)
         except BaseException as error:
             if isinstance(error, DriveFailed):
                 self._cannot(error)
@@ -355,8 +516,8 @@ class ChainWrites:
             )
             raise
         finally:
-            if placed is not None:
-                self._store.drop_placed(placed)
+            if pending.placed is not None:
+                self._store.drop_placed(pending.placed)
         self._end(pending, version)
         return version
 
@@ -394,11 +555,15 @@ class ChainWrites:
     def _end(self, pending: Pending, outcome: int | Exception) -> None:
         if self.pending.get(pending.write.name) is pending:
             del self.pending[pending.write.name]
+        self.led_bytes -= pending.led_bytes
+        pending.led_bytes = 0
         if isinstance(outcome, Exception):
             pending.decided.set_exception(outcome)
             pending.decided.exception()  # marks the exception as retrieved: perhaps no caller waits
-        else:
-            pending.decided.set_result(outcome)
+            return
+        pending.decided.set_result(outcome)
+        if pending.on_end is not None:
+            pending.on_end(outcome)
 
     async def _in_line(self, pending: Pending, source: int) -> None:
         """Fetch the chunk from the predecessor: the write builds on its version."""
@@ -409,16 +574,21 @@ class ChainWrites:
         if found != pending.base:
             raise Busy(f"this target has version {found} of the chunk, not {pending.base}")
 
-    async def _decide(self, pending: Pending, placed: Placed) -> int:
+    async def _decide(self, pending: Pending, placed: Placed, outcome: Outcome | None) -> int:
         tries = 0
         while True:
-            if pending.dropped:
-                raise StaleEpoch("this target is no longer part of the chain", may_be_applied=True)
-            if pending.last:
-                return await self._commit(pending, placed)
+            if outcome is None:
+                if pending.dropped:
+                    raise StaleEpoch("this target is no longer part of the chain", may_be_applied=True)
+                if pending.last:
+                    return await self._commit(pending, placed)
             place = pending.place
             try:
-                committed = await self._offer(pending, place)
+                if outcome is None:
+                    committed = await self._offer(pending, place)
+                else:
+                    ended, outcome = outcome, None
+                    committed = _is_committed(*ended)
             except NvpoolError as error:
                 if is_refusal(error):
                     raise
@@ -455,9 +625,26 @@ class ChainWrites:
         Returns True if the successor and all members after it have committed, and False if the chain changed
         in the meantime. Raises the refusal of the successor, or any error that leaves the outcome unknown.
         """
+        waiter = pending.waiter = asyncio.get_running_loop().create_future()
+
+        def done(reply: pb.PeerWriteReply | None, error: BaseException | None) -> None:
+            if not waiter.done():
+                waiter.set_result((reply, error))
+
+        pending.sending = self._peers.write(
+            place.successor, place.number, self._offer_of(pending, place), pending.write.buffer, done
+        )
+        try:
+            outcome = await waiter
+        finally:
+            self._peers.give_up(pending.sending)
+            pending.waiter = pending.sending = None
+        return outcome is not None and _is_committed(*outcome)
+
+    def _offer_of(self, pending: Pending, place: ChainPosition) -> pb.PeerWriteRequest:
         write = pending.write
         session, slot, sequence = write.request
-        request = pb.PeerWriteRequest(
+        return pb.PeerWriteRequest(
             target=place.successor,
             sender=self._target,
             table=write.table,
@@ -475,29 +662,6 @@ class ChainWrites:
             last=0 if place.members == pending.whole.members else place.members[-1],
             wrapped_key=write.wrapped_key,
         )
-        waiter = pending.waiter = asyncio.get_running_loop().create_future()
-
-        def done(reply: pb.PeerWriteReply | None, error: BaseException | None) -> None:
-            if not waiter.done():
-                waiter.set_result((reply, error))
-
-        pending.sending = self._peers.write(place.successor, place.number, request, write.buffer, done)
-        try:
-            outcome = await waiter
-        finally:
-            self._peers.give_up(pending.sending)
-            pending.waiter = pending.sending = None
-        if outcome is None:
-            return False
-        reply, error = outcome
-        if error is not None:
-            raise error
-        if reply.status:
-            refused = errors.BY_WIRE_CODE.get(reply.status, Busy)()
-            if isinstance(refused, StaleVersion):
-                refused.version = reply.version
-            raise refused
-        return True
 
     async def _commit(self, pending: Pending, placed: Placed) -> int:
         """Commit the write on this target.
@@ -563,7 +727,7 @@ class ChainWrites:
         On return no write to them is pending. Busy: this took too long; no write is refused.
         """
         for inode in inodes:
-            self._cutting.setdefault(inode, []).append(cut)
+            self.cutting.setdefault(inode, []).append(cut)
         wanted = set(inodes)
         try:
             decisions = [pending.decided for name, pending in self.pending.items() if name[0] in wanted]
@@ -575,9 +739,9 @@ class ChainWrites:
 
     def end_cut(self, inodes: list[int], cut: int) -> None:
         for inode in inodes:
-            self._cutting[inode].remove(cut)
-            if not self._cutting[inode]:
-                del self._cutting[inode]
+            self.cutting[inode].remove(cut)
+            if not self.cutting[inode]:
+                del self.cutting[inode]
 
     # -- map changes, closing ----------------------------------------------------------------------------------------
 
@@ -595,7 +759,10 @@ class ChainWrites:
                 pending.older = pending.older or gained(pending.deciders, now)
                 pending.place, pending.whole = taking_part(now, pending.deciders), now
                 pending.last = step is Next.COMMIT
-            if pending.waiter is not None and not pending.waiter.done():
+            if pending.offered is not None:
+                pending.offered.give_up()
+                self.carry_on(pending, None)
+            elif pending.waiter is not None and not pending.waiter.done():
                 pending.waiter.set_result(None)
 
     def settling(self) -> set[tuple[int, int]]:
@@ -616,8 +783,30 @@ class ChainWrites:
 
     async def close(self) -> None:
         """Stop, and drop pending writes like the death of the process would."""
+        for pending in list(self.pending.values()):
+            if pending.offered is not None:
+                pending.offered.give_up()
+                pending.on_end = None
+                self._store.drop_placed(pending.placed)
+                self._end(pending, errors.Draining("the store is being closed"))
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._peers.close()
+
+
+COMMITTED: Outcome = pb.PeerWriteReply(), None
+"""Outcome of an offer that the successor and all members after it have committed."""
+
+
+def _is_committed(reply: pb.PeerWriteReply | None, error: BaseException | None) -> bool:
+    """Return True for COMMITTED; raise the refusal of the successor, or the error that leaves the outcome open."""
+    if error is not None:
+        raise error
+    if reply.status:
+        refused = errors.BY_WIRE_CODE.get(reply.status, Busy)()
+        if isinstance(refused, StaleVersion):
+            refused.version = reply.version
+        raise refused
+    return True

@@ -12,15 +12,14 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from nvpool.core.clock import Clock
-from nvpool.core.errors import BytesLost, InvalidRequest, NotSupported, WrongTarget
+from nvpool.core.errors import BytesLost, NotSupported, WrongTarget
 from nvpool.core.ids import RequestId
 from nvpool.poolmap.chains.protocol import ChainPosition, Offer, place_in
 from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import PoolMap
-from nvpool.security.volume_keys import VolumeKey
 from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks.api import ChunkStore, Placed
-from nvpool.store.replication.chain_writes import ChainWrites, Pending, ReplicaRepairs
+from nvpool.store.replication.chain_writes import ChainWrites, OnEnd, Pending, ReplicaRepairs
 from nvpool.store.replication.lost_blocks import LostBlocks
 from nvpool.store.replication.peer_connections import PeerDialer, ReplicaPeers, Write
 
@@ -50,7 +49,8 @@ class Replica:
 
         0 stands for a chain without this target. Table 0 has the highest epoch of all tables.
         """
-        self._places: dict[int, list[ChainPosition | None]] = {}
+        self.places: dict[int, list[ChainPosition | None]] = {}
+        """Position of this target in each chain, by table. None stands for a chain without this target."""
         self.shares = False
         """Whether any chain of this target has another member."""
         self.losing = LostBlocks(store, target)
@@ -69,19 +69,19 @@ class Replica:
 
         For a chunk with an unknown table the highest epoch counts: the epoch in a version only has to grow.
         """
-        self._places = {}
+        self.places = {}
         self.losing.update_map(pool_map)
         for table in pool_map.tables:
-            self._places[table.id] = [place_in(chain, self._target) for chain in table.chains]
+            self.places[table.id] = [place_in(chain, self._target) for chain in table.chains]
         by_table = {
             table: [place.epoch if place is not None else 0 for place in places]
-            for table, places in self._places.items()
+            for table, places in self.places.items()
         }
         highest = [max(epochs) for epochs in zip(*by_table.values(), strict=True)]
         self.chain_epochs = {0: highest} | by_table if by_table else None
         self.shares = any(
             place is not None and len(place.members) > 1
-            for places in self._places.values()
+            for places in self.places.values()
             for place in places
         )
         if self.peers is not None:
@@ -90,14 +90,14 @@ class Replica:
 
     def place(self, table: int, inode: int, index: int) -> ChainPosition | None:
         """Return the position of this target in the chunk's chain."""
-        places = self._places.get(table or 1)
+        places = self.places.get(table or 1)
         return places[chain_of(inode, index)] if places is not None else None
 
     def is_full_member(self, number: int) -> bool:
         """Whether this target is a full member of this chain in each table."""
         return all(
             (place := places[number]) is not None and place.number < place.full
-            for places in self._places.values()
+            for places in self.places.values()
         )
 
     # -- writing -----------------------------------------------------------------------------------------------------
@@ -109,26 +109,14 @@ class Replica:
             raise WrongTarget(f"chunk {index} of inode {inode} belongs to other targets")
         return len(place.members) > 1 or (inode, index) in self.pending
 
-    async def lead(
-        self,
-        table: int,
-        inode: int,
-        index: int,
-        offset: int,
-        buffer: memoryview,
-        checksums: bytes,
-        *,
-        cut: int,
-        request: RequestId | None,
-        deadline_s: float,
-        key: VolumeKey | None = None,
-    ) -> int:
+    def try_submit(self, write: Write, on_end: OnEnd) -> bool:
+        """See ChainWrites.try_submit."""
+        return self.writes is not None and self.writes.try_submit(write, on_end)
+
+    async def lead(self, write: Write, deadline_s: float) -> int:
         """See ChainWrites.lead."""
         if self.writes is None:
             raise NotSupported("this store does not reach the other targets of the chunk")
-        if request is None:
-            raise InvalidRequest("a write of a chunk with several replicas needs a name")
-        write = Write(table or 1, inode, index, offset, buffer, checksums, cut, request, key)
         return await self.writes.lead(write, deadline_s)
 
     def follow(self, offer: Offer, link: int, write: Write) -> int | asyncio.Future[int]:

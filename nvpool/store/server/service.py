@@ -82,7 +82,7 @@ from nvpool.store.server.serving_lease import ServingLease
 from nvpool.store.server.single_write import SingleWrites
 from nvpool.store.server.status import StatusHandlers
 from nvpool.store.server.verified_grants import VerifiedGrants
-from nvpool.store.server.write_batch import WRITE, WriteBatch
+from nvpool.store.server.write_batch import WRITE, ChainWrite, WriteBatch
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,8 @@ class StoreService:
         """
         self.store = store
         self.target = target
-        self._callers = callers or Callers()
+        self.callers = callers or Callers()
+        """Callers of the service and their rights."""
         self._pool_keys = pool_keys or PoolKeys()
         self.clock = clock
         self.refresh_map = refresh_map
@@ -137,11 +138,14 @@ class StoreService:
         self.grant, self.known_grants = self.verified_grants.grant, self.verified_grants.known
         self.use = IoStats(clock, self.known_grants)
         self._tasks: set[asyncio.Task] = set()
-        self._reads: dict[Call, str] = {}
-        """Reads that wait for the drive, with their peer as in `_waiting_of`; they have no task."""
+        self._begun: dict[Call, str] = {}
+        """Calls that wait without a task, with their peer as in `_waiting_of`.
+
+        These are reads that wait for the drive, and writes that wait for the successor.
+        """
         self._waiting_of: dict[str, int] = {}
         """Number of waiting calls by peer (CallerRights.account), for peers that are not trusted."""
-        self._read_out: asyncio.Future | None = None
+        self._no_calls: asyncio.Future | None = None
         self.tending: asyncio.Task | None = None
         self.ended_equal = False
         """Set by `close`: this member ends in step with its chains.
@@ -216,7 +220,7 @@ class StoreService:
         status = StatusHandlers(
             target,
             store,
-            self._callers,
+            self.callers,
             self.map_state,
             use=self.use,
             serving_lease=self.serving_lease,
@@ -301,13 +305,13 @@ class StoreService:
         if self.handover is not None:
             self.handover.close()
         waiting: set[asyncio.Future] = set(self._tasks)
-        if self._reads:
-            self._read_out = asyncio.get_running_loop().create_future()
-            waiting.add(self._read_out)
+        if self._begun:
+            self._no_calls = asyncio.get_running_loop().create_future()
+            waiting.add(self._no_calls)
         if waiting and drain_s > 0:
             await asyncio.wait(waiting, timeout=drain_s)
-        reads, self._reads = self._reads, {}
-        for call, account in reads.items():
+        begun, self._begun = self._begun, {}
+        for call, account in begun.items():
             self._has_waited(account)
             call.fail(Draining())
         if self.upkeep is not None:
@@ -346,7 +350,7 @@ class StoreService:
         """Answer the call, now or from a task. Errors are raised or passed to `call.fail`."""
         if self._draining:
             raise Draining
-        self._callers.check(call)
+        self.callers.check(call)
         method = self.methods.get(call.method)
         if method is None:
             raise InvalidRequest(f"a chunk store does not know the method {call.method}")
@@ -376,7 +380,7 @@ class StoreService:
         """
         if self.waiting_count >= WAITING_MAX:
             raise Busy(f"{WAITING_MAX} requests wait for this target already; ask for less in parallel")
-        account = self._callers.of(call.peer).account
+        account = self.callers.of(call.peer).account
         if account:
             count = self._waiting_of.get(account, 0)
             if count >= WAITING_PER_PEER_MAX:
@@ -393,6 +397,15 @@ class StoreService:
                 self._waiting_of[account] = left
             else:
                 del self._waiting_of[account]
+
+    def _has_ended(self, call: Call) -> bool:
+        """Remove a call that waited without a task. False: `close` has already failed this call."""
+        if call not in self._begun:
+            return False
+        self._has_waited(self._begun.pop(call))
+        if self._no_calls is not None and not self._begun:
+            self._no_calls.set_result(None)
+        return True
 
     def _later(self, call: Call, work: Coroutine) -> None:
         try:
@@ -446,7 +459,7 @@ class StoreService:
     def waiting_count(self) -> int:
         return (
             len(self._tasks)
-            + len(self._reads)
+            + len(self._begun)
             + (self.fast_path.waiting if self.fast_path is not None else 0)
         )
 
@@ -500,7 +513,7 @@ class StoreService:
 
         Only nodes have the key that signs one. A client that shows one has it from a node that was lost.
         """
-        return self._callers.of(call.peer).role == Role.NODE
+        return self.callers.of(call.peer).role == Role.NODE
 
     # -- reads -------------------------------------------------------------------------------------------------------
 
@@ -508,7 +521,7 @@ class StoreService:
         epoch, target, rights, reads, verify = decode_read_request(call.message)
         self._check_target(target)
         _check_entries("reads", reads, READ)
-        if self._callers.of(call.peer).account:
+        if self.callers.of(call.peer).account:
             _check_read_bytes(reads)
         if epoch != self.map_state.epoch:
             self._check_epoch(epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
@@ -543,11 +556,11 @@ class StoreService:
         batch = self.store.read_now(reads, whose[0], verify, call.room)
         self.replica.losing.refuse(batch, lost)
         if batch.missed:
-            self._reads[call] = self._take_place(call)
+            self._begun[call] = self._take_place(call)
             try:
                 self.store.begin_finish(batch, partial(self._read_came, call, epoch, reads, batch))
             except BaseException:
-                self._has_waited(self._reads.pop(call, ""))
+                self._has_waited(self._begun.pop(call, ""))
                 raise
         else:
             self._answer_read(call, epoch, reads, batch)
@@ -555,11 +568,8 @@ class StoreService:
     def _read_came(
         self, call: Call, epoch: int, reads: bytes, batch: ReadBatch, error: BaseException | None
     ) -> None:
-        if call not in self._reads:
-            return  # `close` has already failed this call
-        self._has_waited(self._reads.pop(call))
-        if self._read_out is not None and not self._reads:
-            self._read_out.set_result(None)
+        if not self._has_ended(call):
+            return
         try:
             if error is not None:
                 raise error
@@ -654,11 +664,38 @@ class StoreService:
         work = WriteBatch(
             self, request, memoryview(call.payload), call.deadline_s, self._grants(call, request.grants)
         )
+        self._go_on_write(call, work)
+
+    def _go_on_write(self, call: Call, work: WriteBatch) -> None:
+        """Continue a batch: answer it, begin its next chain write without a task, or wait in a task."""
         until = work.go_on()
         if until is None:
             self.answer_write(call, work)
-        else:
+        elif type(until) is not ChainWrite or not self._submit(call, work, until):
             self._later(call, self._finish_write(call, work, until))
+
+    def _submit(self, call: Call, work: WriteBatch, write: ChainWrite) -> bool:
+        self._begun[call] = self._take_place(call)
+        if write.try_submit(partial(self._chain_write_ended, call, work, write)):
+            return True
+        self._has_waited(self._begun.pop(call))
+        return False
+
+    def _chain_write_ended(self, call: Call, work: WriteBatch, write: ChainWrite, version: int) -> None:
+        if not self._has_ended(call):
+            return
+        try:
+            if not version:  # the write goes on in a task; the repetition waits for it, or begins it again
+                self._later(call, self._finish_write(call, work, write))
+                return
+            write.ended(version)
+            if call.deadline_s < self.clock.boottime_s():
+                work.refuse_rest(DeadlineExceeded.wire_code)
+                self.answer_write(call, work)
+            elif not call.cancelled:  # else the client may have written again
+                self._go_on_write(call, work)
+        except Exception as error:  # the border, as in `_answered`
+            call.fail(error)
 
     async def _finish_write(self, call: Call, work: WriteBatch, until) -> None:
         try:

@@ -52,9 +52,9 @@ class SingleWrites:
     def try_write(self, call: Call) -> bool:
         """Try to apply and answer the write; return whether it was answered here.
 
-        This path takes one write within a block, by one grant, with the current map epoch, to a chunk that no
-        other target has, for which there is space. Otherwise nothing has happened, and the request takes the
-        slow path.
+        This path takes one write within a block, by one grant, with the current map epoch, to a chunk whose
+        chain has no other target, for which there is space. Otherwise nothing has happened, and the request
+        takes the slow path.
         """
         found = decode_write_request(call.message)
         if found is None or found[0] != self._map_state.epoch or found[1] != self._target or self._use.on:
@@ -68,7 +68,6 @@ class SingleWrites:
             or (offset & BLOCK_BYTES - 1) + length > BLOCK_BYTES
             or number
             or not session
-            or replica.shares
             or replica.losing
             or self._store.places_first(offset, length)
         ):
@@ -85,6 +84,8 @@ class SingleWrites:
             return False
         status = version = 0
         try:
+            if replica.shares and replica.is_shared(grant.table, inode, index):
+                return False
             version = replica.write_now(
                 inode,
                 index,

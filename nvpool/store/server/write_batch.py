@@ -21,6 +21,8 @@ from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.security.volume_keys import VolumeKey
 from nvpool.store.chunks.api import ChunkStore, MustWait, Placed
 from nvpool.store.chunks.read_batch import RESULT
+from nvpool.store.replication.chain_writes import OnEnd
+from nvpool.store.replication.peer_connections import Write
 from nvpool.store.replication.role import Replica
 
 WRITE = struct.Struct("<QQQIIIHH")
@@ -67,6 +69,36 @@ class WriteService(Protocol):
         """Return the volume key for a request's wrapped key, None if it is empty."""
 
 
+class ChainWrite:
+    """A write of a batch to a chunk with several replicas, as `WriteBatch.go_on` returns it.
+
+    `try_submit` begins it without a task. If that is not possible, it is awaited like any other wait.
+    """
+
+    __slots__ = ("_batch", "_number", "_write")
+
+    def __init__(self, batch: WriteBatch, number: int, write: Write) -> None:
+        self._batch = batch
+        self._number = number
+        self._write = write
+
+    def try_submit(self, on_end: OnEnd) -> bool:
+        """See ChainWrites.try_submit. After a success, `on_end` passes the version to `ended`."""
+        return self._batch.replica.try_submit(self._write, on_end)
+
+    def ended(self, version: int) -> None:
+        """Record that the write is committed on every member of its chain."""
+        self._batch.led = self._number, version
+
+    async def __call__(self) -> None:
+        """Write together with the other targets of the chunk."""
+        batch, write = self._batch, self._write
+        try:
+            self.ended(await batch.replica.lead(write, batch.deadline_s))
+        except NvpoolError as error:
+            batch.refused[write.name] = error.wire_code
+
+
 class WriteBatch:
     """Batch of writes and its progress.
 
@@ -84,8 +116,8 @@ class WriteBatch:
     ):
         """Create the batch. `verified`: the grants of the request, None for each that is not valid."""
         self._store = service.store
-        self._replica = service.replica
-        self._deadline_s = deadline_s
+        self.replica = service.replica
+        self.deadline_s = deadline_s
         self._request = request
         self._payload = payload
         self.headers = list(WRITE.iter_unpack(request.writes))
@@ -109,8 +141,8 @@ class WriteBatch:
         self._done = 0
         self._placed: Placed | None = None
         self._placed_for = -1
-        self._led: tuple[int, int] = -1, 0  # number, version
-        self._refused: dict[tuple[int, int], int] = {}
+        self.led: tuple[int, int] = -1, 0  # number, version
+        self.refused: dict[tuple[int, int], int] = {}
         self.session = request.session
         self._key = service.volume_key(request.wrapped_key)
         self._cipher = None if self._key is None else self._key.cipher
@@ -122,7 +154,7 @@ class WriteBatch:
 
         Returns the function to await before the next call, or None when the whole batch is done.
         """
-        request, replica = self._request, self._replica
+        request, replica = self._request, self.replica
         session, slot = request.session, request.slot
         written = 0
         while self._done < len(self.headers):
@@ -132,7 +164,7 @@ class WriteBatch:
             inode, cut, sequence, index, offset, _, grant_number, flags = self.headers[number]
             status = version = 0
             try:
-                refused = self._refused.get((inode, index))
+                refused = self.refused.get((inode, index))
                 if refused:
                     status = refused
                 else:
@@ -140,14 +172,14 @@ class WriteBatch:
                     begin, end = self._places[number]
                     first, last = self._pieces[number]
                     name = RequestId(session, slot, sequence) if session else None
-                    if self._led[0] == number:
-                        version = self._led[1]
+                    if self.led[0] == number:
+                        version = self.led[1]
                     elif replica.losing and replica.losing.check_write(
                         table, inode, index, offset, end - begin, bool(flags & ALL_OF_BLOCKS)
                     ):
                         return partial(self._discard, number)
                     elif replica.shares and replica.is_shared(table, inode, index):
-                        return partial(self._lead, number, table, name)
+                        return self._chain_write(number, table, name)
                     elif self._placed_for != number and self._store.places_first(offset, end - begin):
                         return partial(self._place, number)
                     else:
@@ -166,7 +198,7 @@ class WriteBatch:
             except MustWait as wait:
                 return wait.until
             except NvpoolError as error:
-                status = self._refused[inode, index] = error.wire_code
+                status = self.refused[inode, index] = error.wire_code
             self.drop_placed()
             RESULT.pack_into(self.results, number * RESULT.size, status, 0, 0, version)
             self._done += 1
@@ -176,7 +208,7 @@ class WriteBatch:
     async def _discard(self, number: int) -> None:
         """Remove the local chunk, which is older than the reset of its chain."""
         inode, cut, _, index, offset, length, grant_number, flags = self.headers[number]
-        losing, table = self._replica.losing, self._check_grant(grant_number, inode, cut)
+        losing, table = self.replica.losing, self._check_grant(grant_number, inode, cut)
         try:
             # Checked again at removal: another request may have written the chunk while this one waited.
             await self._store.discard(
@@ -185,7 +217,7 @@ class WriteBatch:
                 lambda: losing.check_write(table, inode, index, offset, length, bool(flags & ALL_OF_BLOCKS)),
             )
         except NvpoolError as error:
-            self._refused[inode, index] = error.wire_code
+            self.refused[inode, index] = error.wire_code
 
     async def _place(self, number: int) -> None:
         self._placed_for = number
@@ -207,29 +239,29 @@ class WriteBatch:
                 if self._placed.writing is not None:
                     await asyncio.shield(self._placed.writing)
         except NvpoolError as error:
-            self._refused[inode, index] = error.wire_code
+            self.refused[inode, index] = error.wire_code
 
-    async def _lead(self, number: int, table: int, name: RequestId | None) -> None:
-        """Write together with the other targets of the chunk."""
+    def _chain_write(self, number: int, table: int, name: RequestId | None) -> ChainWrite:
+        if name is None:
+            raise InvalidRequest("a write of a chunk with several replicas needs a name")
         inode, cut, _, index, offset, *_ = self.headers[number]
         begin, end = self._places[number]
         first, last = self._pieces[number]
-        try:
-            version = await self._replica.lead(
-                table,
+        return ChainWrite(
+            self,
+            number,
+            Write(
+                table or 1,
                 inode,
                 index,
                 offset,
                 self._payload[begin:end],
                 self._request.checksums[first:last],
-                cut=cut,
-                request=name,
-                deadline_s=self._deadline_s,
-                key=self._key,
-            )
-            self._led = number, version
-        except NvpoolError as error:
-            self._refused[inode, index] = error.wire_code
+                cut,
+                name,
+                self._key,
+            ),
+        )
 
     def drop_placed(self) -> None:
         placed, self._placed = self._placed, None

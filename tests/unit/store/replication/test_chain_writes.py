@@ -23,7 +23,7 @@ from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import PoolMap, changed
 from nvpool.rpc.messages.read_write_codec import encode_read_request
 from nvpool.rpc.v1.wire_pb2 import Method
-from nvpool.store.chunks.api import ALL_INODES, InodeCut
+from nvpool.store.chunks.api import ALL_INODES, InodeCut, MustWait
 from nvpool.store.chunks.read_batch import READ, RESULT
 from nvpool.store.disk.allocator import Transaction
 from nvpool.store.disk.index_records import encode_segment, segment_key
@@ -98,8 +98,9 @@ def held_by(pool: InProcessPool, inode: int) -> dict[int, dict[int, tuple]]:
 
 
 @pytest.mark.parametrize("raised", ["floor", "cut"])
+@pytest.mark.parametrize("in_task", [False, True], ids=["without a task", "in a task"])
 @in_loop
-async def test_raised_cut_does_not_refuse_a_decided_write(tmp_path, raised):
+async def test_raised_cut_does_not_refuse_a_decided_write(tmp_path, raised, in_task):
     """A resync of another chain of the file raises the known cut between a write's version and its commit at the head."""
     async with made(tmp_path) as (pool, vfs):
         handle = await written(vfs, b"file", bytes(300_000))
@@ -109,19 +110,39 @@ async def test_raised_cut_does_not_refuse_a_decided_write(tmp_path, raised):
         prepare, cut = store.prepare, store.held(inode, 0).cut
         known = InodeCut(inode, cut + (raised == "cut"), version(14, 120) if raised == "floor" else 0, 18)
 
+        reached = 0
+
         async def prepared_and_raised(*arguments):
+            nonlocal reached
             placed = await prepare(*arguments)
             assert writes.pending
             await store.raise_cuts([known])
+            reached += 1
             return placed
 
-        store.prepare = prepared_and_raised
-        await vfs.write(handle, 0, b"x" * 5000)
-        await vfs.fsync(handle, False)
+        def must_wait(*_):
+            raise MustWait(lambda: asyncio.sleep(0))
+
+        prepare_now, last = store.prepare_now, pool.pool_map.chain(2, chain_of(inode, 0)).targets[1]
+        if in_task:
+            store.prepare, store.prepare_now = prepared_and_raised, must_wait
+        else:
+            pool.hold(last, Method.DATA_PEER_WRITE)
+        # a part of an old block would have to be read first
+        length = 5000 if in_task else 8192
+        await vfs.write(handle, 0, b"x" * length)
+        storing = asyncio.create_task(vfs.fsync(handle, False))
+        if not in_task:
+            await pool.until(lambda: pool.held[last])
+            assert writes.pending[inode, 0].offered is not None
+            await store.raise_cuts([known])
+            pool.let_go(last)
+        await storing
+        assert reached == in_task
         assert not any(service.store.fenced_because for service in pool.stores.values())
         assert len({tuple(held.items()) for held in held_by(pool, inode).values() if held}) <= 2
-        assert await read_all(vfs, inode, 300_000) == b"x" * 5000 + bytes(295_000)
-        store.prepare = prepare
+        assert await read_all(vfs, inode, 300_000) == b"x" * length + bytes(300_000 - length)
+        store.prepare, store.prepare_now = prepare, prepare_now
         chain = pool.pool_map.chain(2, chain_of(inode, 0))
         await vfs.write(handle, 0, b"y")
         if raised == "floor":  # the client never learns of a cut that was not made
