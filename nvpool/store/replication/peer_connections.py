@@ -212,6 +212,38 @@ class ReplicaPeers:
         self._pump(way)
         return sending
 
+    def try_reserve(
+        self, to: int, hop: int, byte_count: int
+    ) -> tuple[_SuccessorConnection, Any, int, bytes] | None:
+        """Reserve a place for a request that the caller sends now; `release` gives the place back.
+
+        Returns (place, connection, link, authority). None: the request has to wait, for a connection or for
+        its turn; use `write`.
+        """
+        way = self._ways.get((to, min(hop, HOP_MAX)))
+        if (
+            way is None
+            or way.waiting
+            or way.count >= ON_WAY_MAX
+            or (way.count and way.bytes + byte_count > ON_WAY_BYTES)
+        ):
+            return None
+        target = self._map.target_by_id.get(to) if self._map is not None else None
+        connection = self._dialer.live(target.endpoints) if target is not None else None
+        known, number = self._links.get(to, (None, 0))
+        if connection is None or connection is not known:
+            return None
+        way.count += 1
+        way.bytes += byte_count
+        return way, connection, self._process << 32 | number, self.authority()
+
+    def release(self, way: _SuccessorConnection, byte_count: int) -> None:
+        """Give back the place of a request that has ended."""
+        way.count -= 1
+        way.bytes -= byte_count
+        if way.waiting:
+            self._pump(way)
+
     def give_up(self, sending: PendingForward) -> None:
         """Stop waiting: `on_done` is not called any more. The request may have been carried out."""
         if sending.ended:
@@ -222,7 +254,7 @@ class ReplicaPeers:
         if sending in sending.way.waiting:
             sending.way.waiting.remove(sending)
         else:
-            self._left(sending)
+            self.release(sending.way, len(sending.payload))
 
     def suspects(self) -> set[int]:
         """Return targets that may be unreachable.
@@ -319,14 +351,7 @@ class ReplicaPeers:
             return
         sending.ended = True
         sending.on_done(answer, error)
-        self._left(sending)
-
-    def _left(self, sending: PendingForward) -> None:
-        way = sending.way
-        way.count -= 1
-        way.bytes -= len(sending.payload)
-        if way.waiting:
-            self._pump(way)
+        self.release(sending.way, len(sending.payload))
 
     def authority(self) -> bytes:
         """Return a service grant over all inodes for the stores of this pool.

@@ -1,9 +1,10 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Compiled fast path for the first write of a new file, from frame to frame.
+"""Compiled fast path for the first write of a new file, from frame to frame, alone or in a chain.
 
 `fast_first_writes.py` describes its conditions and guarantees.
 """
 
+import asyncio
 from hashlib import blake2b
 
 from cpython cimport array
@@ -17,16 +18,25 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from nvpool.core.clock import SystemClock
-from nvpool.core.errors import NvpoolError
+from nvpool.core.errors import CorruptFrame, NvpoolError, StaleTenure
+from nvpool.core.ids import RequestId
 from nvpool.core.grants import CLOCK_SKEW_S, ENCRYPTED, SERVICE, WRITE
 from nvpool.core.units import CHAINS_PER_TABLE
-from nvpool.store.disk.allocator import DELTAS_MAX, ROOMY_BLOCKS, encode_bitmap
+from nvpool.store.disk.allocator import DELTAS_MAX, ROOMY_BLOCKS, Transaction, encode_bitmap
+from nvpool.store.chunks.api import Placed
 from nvpool.store.chunks.index import Chunk
 from nvpool.store.disk.index_records import TABLE_MAX, IndexSegment
+from nvpool.store.replication.chain_writes import COMMITTED, LED_BYTES_MAX
+from nvpool.store.replication.peer_connections import CALL_S, Write
+from nvpool.rpc.transports._frame cimport PendingReply, ReplyTaker, note
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REPLY, REQUEST, is_head, put_head
-from nvpool.rpc.transports.frame import pack_head
+from nvpool.rpc.transports.frame import EMPTY, pack_head
+from nvpool.rpc.transports.stream import GATHER_IN_FLIGHT, StreamConnection
+from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
 from nvpool.rpc.error_codec import encode_error
-from nvpool.rpc.v1.wire_pb2 import DATA_WRITE
+from nvpool.rpc.messages.read_write_codec import decoded
+from nvpool.rpc.v1.data_pb2 import PeerWriteReply
+from nvpool.rpc.v1.wire_pb2 import DATA_PEER_WRITE, DATA_WRITE
 
 cdef extern from "_chunk_hash.h":
     uint64_t chunk_hash(uint64_t inode, uint32_t index) nogil
@@ -38,6 +48,9 @@ cdef extern from "_clock.h":
 
 cdef extern from "_fields.h":
     uint8_t *put_varint(uint8_t *at, uint64_t value) nogil
+    uint8_t *put_number(uint8_t *at, uint8_t tag, uint64_t value) nogil
+    uint8_t *put_fixed(uint8_t *at, uint8_t tag, uint64_t value) nogil
+    const uint8_t *take_varint(const uint8_t *at, const uint8_t *end, uint64_t *value) nogil
 
 cdef extern from "_crc.h":
     void crc_begin(int by_table)
@@ -60,6 +73,8 @@ cdef enum:
     ENTRY_AT = 75  # offset of the only write in the message
     FRAME_BYTES = HEADER_BYTES + MESSAGE_BYTES
     REPLY_BYTES = 27  # read_write_codec._WRITE_REPLY
+    PEER_MESSAGE_MAX = 256  # PeerWriteRequest with one checksum
+    PEER_REPLY_BYTES = 18  # PeerWriteReply of a committed write
     BLOCK = 4096
     GRANT_BYTES = 60
     GRANT_BODY = 44
@@ -72,9 +87,11 @@ cdef enum:
     RECORD_MAX = 64  # record of a one-block file: 2, five numbers, session, checksum
 
 cdef uint64_t skew_ms = int(CLOCK_SKEW_S * 1000), NEVER = 0xFFFFFFFFFFFFFFFF
-cdef long may_write = WRITE, special = SERVICE | ENCRYPTED
-cdef uint16_t method_of_writes = DATA_WRITE
-cdef object method_key = DATA_WRITE
+cdef long may_write = WRITE, special = SERVICE | ENCRYPTED, service = SERVICE
+cdef uint16_t method_of_writes = DATA_WRITE, method_of_peer_writes = DATA_PEER_WRITE
+cdef object method_key = DATA_WRITE, peer_method_key = DATA_PEER_WRITE, zero = 0
+cdef double offer_s = CALL_S
+cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX, gather_from = GATHER_IN_FLIGHT, led_bytes_max = LED_BYTES_MAX
 cdef uint64_t chain_count = CHAINS_PER_TABLE
 cdef uint32_t table_max = TABLE_MAX
 cdef Py_ssize_t deltas_max = DELTAS_MAX, roomy_blocks = ROOMY_BLOCKS
@@ -178,8 +195,53 @@ cdef class UnknownInodes:
 
 cdef struct Request:
     uint64_t inode, cut, sequence, session, version
-    uint32_t number, index, offset, length, slot, table, checksum
+    uint64_t chain_epoch, link  # of an offer
+    uint32_t number, index, offset, length, slot, table
+    uint32_t sender  # of an offer; 0 in a client's request
+    uint32_t sent_checksum, checksum  # of the bytes as they came, and of the whole block
+    uint32_t deadline_ms, message_bytes
     const uint8_t *payload
+
+
+# -- offers to the next member of a chain ----------------------------------------------------------------------------
+
+
+cdef uint8_t *put_offer(uint8_t *at, Request *r, uint64_t successor, const uint8_t *authority, uint64_t sender, uint64_t link,
+                        uint64_t chain_epoch) noexcept nogil:
+    """Encode a PeerWriteRequest to all members of the chain, for a chunk that does not exist; return its end."""
+    at = put_number(at, 0x10, successor)
+    at[0], at[1] = 0x1A, GRANT_BYTES
+    memcpy(at + 2, authority, GRANT_BYTES)
+    at = put_fixed(put_number(at + 2 + GRANT_BYTES, 0x20, sender), 0x29, link)
+    at = put_fixed(put_number(at, 0x30, r.table), 0x39, chain_epoch)
+    at = put_fixed(put_fixed(at, 0x41, r.version), 0x51, r.inode)
+    at = put_number(put_number(put_number(at, 0x58, r.index), 0x60, r.offset), 0x68, r.cut)
+    at = put_number(put_fixed(at, 0x71, r.session), 0x78, r.slot)
+    if r.sequence:
+        at[0], at[1] = 0x80, 1
+        at = put_varint(at + 2, r.sequence)
+    at[0], at[1], at[2] = 0x8A, 1, 4
+    put32(at + 3, r.sent_checksum)
+    return at + 7
+
+
+cdef const uint8_t *take_fixed(const uint8_t *at, const uint8_t *end, uint8_t tag, uint64_t *value) noexcept nogil:
+    """Read a field of 8 bytes; NULL if it is not at `at`, or if `at` is NULL."""
+    if at is NULL or end - at < 9 or at[0] != tag:
+        return NULL
+    value[0] = get64(at + 1)
+    return at + 9
+
+
+cdef const uint8_t *take_number(const uint8_t *at, const uint8_t *end, uint8_t tag, uint64_t *value) noexcept nogil:
+    """Read a number, which is 0 and no byte long if it is not at `at`; NULL if it is malformed, or if `at` is NULL."""
+    value[0] = 0
+    return at if at is NULL or at >= end or at[0] != tag else take_varint(at + 1, end, value)
+
+
+cdef bint is_committed(const uint8_t *message, Py_ssize_t count) noexcept nogil:
+    """Whether a PeerWriteReply says that the successor and all members after it have committed the write."""
+    return count == PEER_REPLY_BYTES and message[0] == 0x09 and message[9] == 0x19
 
 
 cdef bytes segment_key(Request *r):
@@ -230,49 +292,76 @@ cdef bytes delta_record(array.array deltas, Py_ssize_t count, bint is_longer, ui
 
 cdef class FastFirstWrites:
     cdef object _store, _index, _kv, _allocator, _quarantine, _location_leases, _device, _replica, _serving_lease, _clock, _signing
+    cdef object _map_state, _callers, _chain_writes, _peers
+    cdef object _peer  # the caller of the last offer, a node
     cdef readonly UnknownInodes unknown
+    cdef dict _waits  # OfferedWrite -> None
+    cdef GatheredReplies _replies
     cdef dict _grants
     cdef uint8_t _target
     cdef int _fd
     cdef bint _is_system
     cdef uint8_t[BLOCK] _block
 
-    def __init__(self, target, grants, secret, store, replica, serving_lease, clock):
+    def __init__(self, target, grants, secret, store, replica, serving_lease, map_state, callers, clock):
         """Create the fast path; see fast_first_writes.py."""
         self._target, self._grants, self._store, self._replica = target, grants, store, replica
-        self._serving_lease = serving_lease
+        self._serving_lease, self._map_state, self._callers = serving_lease, map_state, callers
         self._index, self._kv, self._allocator, self._quarantine = store.index, store.kv, store.allocator, store.quarantine
         self._location_leases, self._device, self._fd = store.location_leases, store.device, store.device.fd
         self._clock, self._is_system = clock, type(clock) is SystemClock
         self._signing = blake2b(key=secret, digest_size=MAC_BYTES)
+        self._chain_writes, self._peers, self._waits = replica.writes, replica.peers, {}
+        self._replies = GatheredReplies()
         self.unknown = UnknownInodes(store.kv)
         store.kv.on_apply = self.unknown.record_changes
+
+    @property
+    def waiting(self):
+        """Writes that wait for other members of their chains."""
+        return len(self._waits)
 
     cdef double _now_s(self) except -1:
         return boottime_s() if self._is_system else self._clock.boottime_s()
 
-    def answer(self, bytearray buffer, Py_ssize_t begin, Py_ssize_t end, uint64_t epoch, dict in_work, reply_stats, list out):
+    def answer(self, bytearray buffer, Py_ssize_t begin, Py_ssize_t end, uint64_t epoch, dict in_work, reply_stats, list out,
+               side=None):
         """Answer the frame at `begin` of the buffer, which has `end` valid bytes.
 
         `epoch` is that of the served map. Appends the reply to `out` and returns the number of bytes that the
-        frame took. 0: the frame takes the slow path, and nothing has happened.
+        frame took. 0: the frame takes the slow path, and nothing has happened. With `side`, a write that the
+        next member of its chain must have first is answered there, later.
         """
         cdef Request r
         cdef double since_s = self._now_s()
+        cdef const uint8_t *frame
         if begin < 0 or end > PyByteArray_GET_SIZE(buffer) or end - begin < FRAME_BYTES or not epoch:
             return 0
-        if not self._taken(<const uint8_t *>PyByteArray_AS_STRING(buffer) + begin, end - begin, epoch, &r):
+        frame = <const uint8_t *>PyByteArray_AS_STRING(buffer) + begin
+        cdef bint is_offer = get16(frame + 4) == method_of_peer_writes
+        if not (self._taken_offer(frame, end - begin, side, &r) if is_offer else self._taken(frame, end - begin, epoch, &r)):
             return 0
         if in_work and r.number in in_work or not self._is_plain(&r):
             return 0
-        cdef object name = (r.inode, r.index), group_number, group, used, held, bit
+        cdef object name = (r.inode, r.index), group_number, group, used, held, bit, way = None
         if (not self.unknown.has(r.inode) or name in <dict?>self._index.young or name in <dict?>self._index.old
                 or self._quarantine.chunks and name in self._quarantine.chunks):
             return 0
+        cdef object place_in_chain = None
+        cdef bint is_last = True
+        if is_offer or self._replica.shares:
+            place_in_chain = self._position(&r, name)
+            if place_in_chain is None:
+                return 0
+            is_last = len(<tuple?>place_in_chain.members) == <Py_ssize_t>place_in_chain.number + 1
+            if not is_last and side is None:
+                return 0
+        elif not self._is_alone(&r):
+            return 0
         if crc_of(r.payload, r.length) != r.checksum:
             return 0
-        # Like Allocator.allocate. A free block found here stays free until the change, since nothing waits
-        # before it.
+        # Like Allocator.allocate. A free block found here stays free until the change, or until it is held for
+        # a later change, since nothing waits before that.
         allocator = self._allocator
         group_number = allocator.small_group
         cdef array.array spare = allocator.spare
@@ -288,27 +377,50 @@ cdef class FastFirstWrites:
             return 0
         cdef uint64_t place = <uint64_t>group_number << GROUP_BITS | <uint64_t>within
         cdef const uint8_t *content = r.payload
+        r.sent_checksum = r.checksum
+        if not is_last:
+            way = self._way(place_in_chain, r.length)
+            if way is None:
+                return 0
         if r.length < BLOCK:
             memset(self._block, 0, BLOCK)
             memcpy(self._block + r.offset, r.payload, r.length)
             content = self._block
             r.checksum = crc_of(content, BLOCK)
+        # Before the offer: after it, this target must not fail for lack of space below it.
         if pwrite(self._fd, content, BLOCK, <long long>(place << 12)) != BLOCK:
+            if way is not None:
+                self._peers.release((<tuple>way)[0], r.length)
             return 0  # the slow path writes there again, or reports the error
+        self._store.written_bytes += BLOCK
+        self._device.note_run(place << 12, (place << 12) + BLOCK)
         reply_stats.begun += 1
+        cdef Py_ssize_t length = HEADER_BYTES + r.message_bytes + r.length
+        if not is_last:
+            self._offer(&r, frame, length, name, place_in_chain, <tuple>way, group_number, within, bit, place, in_work, side,
+                        since_s, end - begin - length >= FRAME_BYTES)
+            return length
         cdef int status = 0, code = 0
         cdef bytes text
+        if is_offer:
+            self._chain_writes.counters["followed"] += 1
         try:
-            self._name(&r, name, group_number, group, used, bit, place)
+            self._name(&r, name, group_number, group, used, bit, place, False)
+            if not is_offer:
+                self._check_lease()
         except NvpoolError as error:
-            status = error.wire_code
+            if is_offer or isinstance(error, StaleTenure):
+                code, text = encode_error(error)
+            else:
+                status = error.wire_code
         except Exception as error:  # a bug, reported like the slow path reports it
             code, text = encode_error(error)
+        if code:
             out.append(pack_head(REPLY, code, r.number, 0, text, 0))
-        if not code:
+        else:
             out.append(self._reply(&r, epoch, status))
-        self._count(reply_stats, r.length, self._now_s() - since_s, code)
-        return FRAME_BYTES + r.length
+        self._count(reply_stats, is_offer, r.length, self._now_s() - since_s, code)
+        return length
 
     cdef bint _taken(self, const uint8_t *at, Py_ssize_t count, uint64_t epoch, Request *r) except -1:
         """Whether the frame is one permitted write to the first block of a chunk.
@@ -321,7 +433,8 @@ cdef class FastFirstWrites:
         if (get16(at + 4) != method_of_writes or not get32(at + 12) or get32(at + 16) != MESSAGE_BYTES
                 or not is_head(at, REQUEST)):
             return False
-        r.number, r.length = get32(at + 8), get32(at + 20)
+        r.number, r.length, r.deadline_ms = get32(at + 8), get32(at + 20), get32(at + 12)
+        r.sender, r.message_bytes = 0, MESSAGE_BYTES
         if not 0 < r.length <= BLOCK or count < FRAME_BYTES + <Py_ssize_t>r.length \
                 or crc_of(message, MESSAGE_BYTES) != get32(at + 24):
             return False
@@ -357,12 +470,72 @@ cdef class FastFirstWrites:
             other |= right[byte] ^ grant[GRANT_BODY + byte]
         return not other
 
+    cdef bint _taken_offer(self, const uint8_t *at, Py_ssize_t count, side, Request *r) except -1:
+        """Whether the frame is a permitted offer of the first write to a block, to all members of the chain.
+
+        The frame must be complete. Fills in `r`.
+        """
+        cdef const uint8_t *message = at + HEADER_BYTES
+        cdef const uint8_t *end
+        cdef const uint8_t *authority
+        cdef uint64_t target, sender, table, index, offset, slot
+        cdef PyObject *found
+        r.message_bytes, r.length, r.number, r.deadline_ms = get32(at + 16), get32(at + 20), get32(at + 8), get32(at + 12)
+        if (side is None or self._chain_writes is None or not r.deadline_ms or r.message_bytes > PEER_MESSAGE_MAX
+                or not 0 < r.length <= BLOCK or count < HEADER_BYTES + <Py_ssize_t>r.message_bytes + <Py_ssize_t>r.length
+                or not is_head(at, REQUEST) or crc_of(message, r.message_bytes) != get32(at + 24)):
+            return False
+        end = message + r.message_bytes
+        # The fields of put_offer, in their order.
+        at = take_number(message, end, 0x10, &target)
+        if at is NULL or target != self._target or end - at < 2 + GRANT_BYTES or at[0] != 0x1A or at[1] != GRANT_BYTES:
+            return False
+        authority = at + 2
+        at = take_fixed(take_number(authority + GRANT_BYTES, end, 0x20, &sender), end, 0x29, &r.link)
+        at = take_fixed(take_number(at, end, 0x30, &table), end, 0x39, &r.chain_epoch)
+        at = take_fixed(take_fixed(at, end, 0x41, &r.version), end, 0x51, &r.inode)
+        at = take_number(take_number(at, end, 0x58, &index), end, 0x60, &offset)
+        at = take_number(take_fixed(take_number(at, end, 0x68, &r.cut), end, 0x71, &r.session), end, 0x78, &slot)
+        if at is NULL:
+            return False
+        r.sequence = 0
+        if end - at > 2 and at[0] == 0x80 and at[1] == 1:
+            at = take_varint(at + 2, end, &r.sequence)
+        if at is NULL or end - at != 7 or at[0] != 0x8A or at[1] != 1 or at[2] != 4:
+            return False
+        if (not sender or sender >> 32 or not 0 < table <= table_max or index >> 32 or offset + r.length > BLOCK or not r.session
+                or not 0 < slot < 128 or not r.version or offset > BLOCK):
+            return False
+        r.sender, r.table, r.index, r.offset, r.slot = <uint32_t>sender, <uint32_t>table, <uint32_t>index, <uint32_t>offset, <uint32_t>slot
+        r.checksum, r.payload = get32(at + 3), end
+        found = PyDict_GetItem(self._grants, PyBytes_FromStringAndSize(<const char *>authority, GRANT_BYTES))
+        if found is NULL:
+            return False
+        grant = <object>found
+        cdef uint64_t ends_ms = grant.ends_ms
+        cdef uint64_t now_ms = (wall_ns() if self._is_system else <long long>self._clock.wall_ns()) // 1_000_000
+        if not <long>grant.rights & service or now_ms > skew_ms and ends_ms < now_ms - skew_ms:
+            return False
+        if side.peer is not self._peer:
+            if peer_method_key in self._callers.of(side.peer).refused:
+                return False
+            self._peer = side.peer
+        return True
+
     cdef bint _is_plain(self, Request *r) except -1:
-        """Whether the store accepts the write and no other target takes part; if so, set its version."""
+        """Whether the store accepts the write."""
+        store, kv = self._store, self._kv
+        return not (store.fenced_because or store.closed or kv.frozen is not None and kv.full
+                    or 0 < <Py_ssize_t>self._device.direct_write_bytes <= r.length)
+
+    cdef bint _is_alone(self, Request *r) except -1:
+        """Whether this target is the only one of the chunk's chain; if so, set the version.
+
+        For a target that shares no chain.
+        """
         cdef uint64_t chain_epoch = 1
-        store, kv, replica = self._store, self._kv, self._replica
-        if (store.fenced_because or store.closed or kv.frozen is not None and kv.full or replica.shares or replica.pending
-                or self._serving_lease.shared or 0 < <Py_ssize_t>self._device.direct_write_bytes <= r.length):
+        replica = self._replica
+        if replica.pending or self._serving_lease.shared:
             return False
         epochs = replica.chain_epochs
         if epochs is not None:
@@ -373,17 +546,167 @@ cdef class FastFirstWrites:
         r.version = chain_epoch << 32 | 1
         return chain_epoch and not chain_epoch >> 32
 
-    cdef int _name(self, Request *r, tuple name, group_number, group, used, bit, uint64_t place) except -1:
+    cdef object _position(self, Request *r, tuple name):
+        """Return the target's position in the chunk's chain if it accepts the write now; otherwise None.
+
+        As ChainWrites.try_submit and protocol.judge for a chunk without a state. Sets the version of a client's
+        write.
+        """
+        cdef object place, writes = self._chain_writes
+        cdef list places = (<dict?>self._replica.places).get(r.table)
+        cdef uint64_t epoch
+        if writes is None or places is None or <uint64_t>len(places) != chain_count:
+            return None
+        place = places[chunk_hash(r.inode, r.index) % chain_count]
+        if place is None or name in <dict?>writes.pending or name in <dict?>writes.turns or writes.cutting:
+            return None
+        epoch = place.epoch
+        if r.sender:
+            if (not place.number or epoch != r.chain_epoch or (<tuple?>place.members)[<Py_ssize_t>place.number - 1] != r.sender
+                    or (<dict?>writes.links).get(r.sender) != r.link):
+                return None
+            return place
+        if place.number or epoch >> 32 or not epoch or self._serving_lease.shared and not self._serving_lease.holds():
+            return None
+        if writes.led_bytes and writes.led_bytes + <Py_ssize_t>r.length > led_bytes_max:
+            return None
+        r.version = epoch << 32 | 1
+        return place
+
+    cdef int _check_lease(self) except -1:
+        if self._serving_lease.shared:
+            self._serving_lease.check()
+        return 0
+
+    # -- writes that the next member must have first -------------------------------------------------------------------
+
+    cdef object _way(self, place, uint32_t length):
+        """Reserve a place for the offer; None if it cannot be sent now."""
+        cdef Py_ssize_t number = place.number
+        way = self._peers.try_reserve((<tuple?>place.members)[number + 1], number, length)
+        if way is None:
+            return None
+        connection = (<tuple?>way)[1]
+        if (not isinstance(connection, StreamConnection) or connection.upgraded or connection.closed or not connection.writable
+                or connection.waiting or len(<dict?>connection.in_flight) >= in_flight_max
+                or len(<bytes?>(<tuple>way)[3]) != GRANT_BYTES):
+            self._peers.release((<tuple>way)[0], length)
+            return None
+        return way
+
+    cdef int _offer(self, Request *r, const uint8_t *frame, Py_ssize_t length, tuple name, place_in_chain, tuple way, group_number,
+                    Py_ssize_t within, bit, uint64_t place, dict in_work, side, double since_s, bint is_followed) except -1:
+        """Send the offer of a write whose bytes are on the drive, and hold its block."""
+        cdef uint8_t message[PEER_MESSAGE_MAX]
+        cdef uint8_t *to
+        cdef Py_ssize_t message_bytes
+        cdef OfferedWrite one = OfferedWrite.__new__(OfferedWrite)
+        cdef double now_s = self._now_s()
+        cdef dict in_flight
+        cdef bytes offer
+        connection = way[1]
+        in_flight = connection.in_flight
+        to = put_offer(message, r, (<tuple>place_in_chain.members)[<Py_ssize_t>place_in_chain.number + 1],
+                       <const uint8_t *>PyBytes_AS_STRING(<bytes>way[3]), self._target, way[2], place_in_chain.epoch)
+        message_bytes = to - <uint8_t *>message
+        one.writes, one.side, one.way, one.connection, one.name = self, side, way[0], connection, name
+        one.request, one.since_s, one.group_number, one.bit, one.place = r[0], since_s, group_number, bit, place
+        one.request.payload = NULL
+        one.message = PyBytes_FromStringAndSize(<const char *>frame + HEADER_BYTES, r.message_bytes)
+        one.request_number = note(connection, in_flight, one, now_s + offer_s, zero, peer_method_key, now_s)
+        offer = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + message_bytes + r.length)
+        to = <uint8_t *>PyBytes_AS_STRING(offer)
+        put_head(to, REQUEST, method_of_peer_writes, one.request_number, <uint32_t>(offer_s * 1000), <uint32_t>message_bytes,
+                 r.length, crc_of(message, message_bytes))
+        memcpy(to + HEADER_BYTES, message, message_bytes)
+        memcpy(to + HEADER_BYTES + message_bytes, r.payload, r.length)
+        one.payload = memoryview(offer)[HEADER_BYTES + message_bytes:]
+        self._allocator.take([], group_number, within, 1)
+        cdef uint8_t[4] sums
+        put32(sums, r.sent_checksum)
+        write = Write(r.table, r.inode, r.index, r.offset, one.payload, PyBytes_FromStringAndSize(<const char *>sums, 4), r.cut,
+                      RequestId(r.session, r.slot, r.sequence))
+        one.pending = self._chain_writes.add(write, r.version, place_in_chain, one)
+        in_work[r.number] = one
+        self._waits[one] = None
+        connection.frames.send(offer, (), 0, is_followed or len(in_flight) >= gather_from)
+        return 0
+
+    cdef int _end_offer(self, OfferedWrite one) except -1:
+        """Stop waiting for the successor's reply; the block stays held for the write."""
+        one.has_ended = True
+        del self._waits[one]
+        self._peers.release(one.way, one.request.length)
+        return 0
+
+    cdef int _commit(self, OfferedWrite one) except -1:
+        """Commit a write that all members after this one have, and answer it.
+
+        As ChainWrites._commit_now. If this is not possible now, the write continues in a task.
+        """
+        cdef Request *r = &one.request
+        cdef bint is_offer = r.sender != 0
+        cdef object group
+        cdef bytes reply
+        cdef int code = 0
+        self._end_offer(one)
+        cdef bint is_named = False
+        try:
+            # is_used loads the group of the block
+            if (self._is_plain(r) and self.unknown.has(r.inode) and one.name not in <dict?>self._index.young
+                    and one.name not in <dict?>self._index.old and not self._allocator.is_used(one.place)):
+                group = (<dict?>self._allocator.cached_groups)[one.group_number]
+                self._name(r, one.name, one.group_number, group, group.used, one.bit, one.place, True)
+                is_named = True
+        except Exception:  # the task does it again, and reports the error or fences the store
+            pass
+        if not is_named:
+            self._carry_on(one, COMMITTED)
+            return 0
+        self._chain_writes.settled(one.pending)
+        if one.cancelled:
+            return 0
+        side = one.side
+        try:
+            if not is_offer:
+                self._check_lease()
+            reply = self._reply(r, self._map_state.epoch, 0)
+        except NvpoolError as error:
+            code, text = encode_error(error)
+            reply = pack_head(REPLY, code, r.number, 0, text, 0)
+        del side.in_work[r.number]
+        side.frames.out.append(reply)
+        side.frames.out_bytes += PyBytes_GET_SIZE(reply)
+        self._count(side.reply_stats, is_offer, r.length, self._now_s() - one.since_s, code)
+        self._replies.add(side)
+        return 0
+
+    cdef int _carry_on(self, OfferedWrite one, outcome) except -1:
+        """Continue the write in a task, and its request as if it arrived now: it waits for the task."""
+        one.place_block()
+        self._chain_writes.carry_on(one.pending, outcome)
+        asyncio.get_running_loop().call_soon(one.ask_again)
+        return 0
+
+    def give_up(self):
+        """Continue all waiting writes in tasks, and their requests on the slow path."""
+        cdef OfferedWrite one
+        for one in list(self._waits):
+            one.connection.give_up(one.request_number)
+            self._end_offer(one)
+            self._carry_on(one, None)
+
+    # -- naming and answering ------------------------------------------------------------------------------------------
+
+    cdef int _name(self, Request *r, tuple name, group_number, group, used, bit, uint64_t place, bint is_held) except -1:
         """Apply the one change that names the block, and update the state in memory.
 
-        If the engine refuses the change, only counters have changed.
+        `is_held` says that the allocator holds the block for this write. If the engine refuses the change, only
+        counters have changed.
         """
         cdef object store = self._store, index = self._index, allocator = self._allocator, location_leases = self._location_leases
-        cdef object device = self._device, table
-        cdef uint64_t offset = place << 12
+        cdef object table
         used = used | bit
-        store.written_bytes += BLOCK
-        device.note_run(offset, offset + BLOCK)
         cdef bytes key = segment_key(r), delta = numbered_group(c"d", group_number)
         cdef array.array deltas = group.deltas
         cdef Py_ssize_t count = len(deltas)
@@ -406,11 +729,19 @@ cdef class FastFirstWrites:
         else:
             deltas.append(place & (1 << GROUP_BITS) - 1)
         allocator.used_blocks += 1
-        allocator.available_blocks -= 1
         cdef array.array spare = allocator.spare
-        spare.data.as_ushorts[<Py_ssize_t>group_number] -= 1
-        if spare.data.as_ushorts[<Py_ssize_t>group_number] < roomy_blocks:
-            allocator.count_spare(group_number, 0)
+        cdef dict held_masks = allocator.held_masks
+        if is_held:
+            rest = held_masks[group_number] & ~bit
+            if rest:
+                held_masks[group_number] = rest
+            else:
+                del held_masks[group_number]
+        else:
+            allocator.available_blocks -= 1
+            spare.data.as_ushorts[<Py_ssize_t>group_number] -= 1
+            if spare.data.as_ushorts[<Py_ssize_t>group_number] < roomy_blocks:
+                allocator.count_spare(group_number, 0)
         if allocator.changed_groups is not None:
             allocator.changed_groups[group_number] = allocator.changed_groups.get(group_number, 0) | bit
         # Like Index.chunk and BlockChunkStore.apply_segments.
@@ -432,23 +763,29 @@ cdef class FastFirstWrites:
         return 0
 
     cdef bytes _reply(self, Request *r, uint64_t epoch, int status):
-        """Return the reply frame with read_write_codec.encode_write_reply of one result."""
-        cdef bytes frame = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + REPLY_BYTES)
+        """Return the reply frame, with read_write_codec.encode_write_reply of one result or a PeerWriteReply."""
+        cdef Py_ssize_t count = PEER_REPLY_BYTES if r.sender else REPLY_BYTES
+        cdef bytes frame = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + count)
         cdef uint8_t *to = <uint8_t *>PyBytes_AS_STRING(frame)
         cdef uint8_t *said = to + HEADER_BYTES
-        memset(to, 0, HEADER_BYTES + REPLY_BYTES)
+        memset(to, 0, HEADER_BYTES + count)
         said[0] = 0x09
         put64(said + 1, epoch)
-        said[9], said[10] = 0x12, 16
-        put16(said + 11, <uint16_t>status)
-        put64(said + 19, 0 if status else r.version)
-        put_head(to, REPLY, 0, r.number, 0, REPLY_BYTES, 0, crc_of(said, REPLY_BYTES))
+        if r.sender:
+            said[9] = 0x19
+            put64(said + 10, r.version)
+        else:
+            said[9], said[10] = 0x12, 16
+            put16(said + 11, <uint16_t>status)
+            put64(said + 19, 0 if status else r.version)
+        put_head(to, REPLY, 0, r.number, 0, <uint32_t>count, 0, crc_of(said, count))
         return frame
 
-    cdef int _count(self, reply_stats, Py_ssize_t length, double took_s, int code) except -1:
-        cdef object times, counts, method_stats = reply_stats.by_method.get(method_key)
+    cdef int _count(self, reply_stats, bint is_offer, Py_ssize_t length, double took_s, int code) except -1:
+        cdef object times, counts, key = peer_method_key if is_offer else method_key
+        cdef object method_stats = reply_stats.by_method.get(key)
         if method_stats is None or code:
-            reply_stats.answered(method_key, took_s, code, length, 0)
+            reply_stats.answered(key, took_s, code, length, 0)
             return 0
         reply_stats.ended += 1
         times = method_stats.times
@@ -457,3 +794,109 @@ cdef class FastFirstWrites:
         times.sum_s += took_s
         method_stats.bytes_in += length
         return 0
+
+
+cdef class GatheredReplies(PendingReply):
+    """Replies to writes whose offers were answered together; sent after the last of those answers."""
+    cdef list sides
+
+    def __cinit__(self):
+        self.sides = []
+
+    cdef int add(self, side) except -1:
+        if side not in self.sides:
+            self.sides.append(side)
+        return 0
+
+    cdef int go_on(self) except -1:
+        cdef list sides = self.sides
+        self.sides = []
+        for side in sides:
+            if side.frames.out:
+                side.frames.flush()
+            if side.on_idle is not None and not side.in_work:
+                side.on_idle()
+        return 0
+
+
+cdef class OfferedWrite(ReplyTaker):
+    """Write that waits for the next member of its chain.
+
+    It takes the successor's reply. Until the write is decided, it is in the table of the connection whose
+    request it answers, in place of an InboundCall. For ChainWrites it is the offer in flight.
+    """
+    cdef FastFirstWrites writes
+    cdef object side, way, connection, request_number, group_number, bit
+    cdef object pending  # chain_writes.Pending
+    cdef tuple name
+    cdef bytes message  # of the request
+    cdef object payload
+    cdef uint64_t place
+    cdef Request request
+    cdef bint has_ended
+    cdef readonly bint cancelled
+    cdef readonly int byte_count, payload_bytes
+    cdef readonly double since_s
+
+    @property
+    def method(self):
+        return peer_method_key if self.request.sender else method_key
+
+    def cancel(self):
+        """Cancel: the sender of the request has gone or no longer waits. The write continues."""
+        self.cancelled = True
+
+    cdef PendingReply take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload,
+                           Py_ssize_t payload_bytes):
+        if self.has_ended or payload_bytes or not is_committed(message, message_bytes):
+            return None
+        self.writes._commit(self)
+        return self.writes._replies
+
+    def __call__(self, reply, error):
+        """Handle a reply that `take` has not taken, or the error of the connection."""
+        cdef bytes message
+        cdef FastFirstWrites writes = self.writes
+        if self.has_ended:
+            return
+        answer = None
+        if error is None:
+            message = bytes(reply.message)
+            if is_committed(<const uint8_t *>PyBytes_AS_STRING(message), PyBytes_GET_SIZE(message)):
+                writes._commit(self)
+                writes._replies.go_on()
+                return
+            try:
+                answer = decoded(PeerWriteReply, message)
+            except CorruptFrame as corrupt:
+                error = corrupt
+        writes._end_offer(self)
+        writes._carry_on(self, (answer, error))
+
+    def give_up(self):
+        """As Offered.give_up. The request continues on the slow path, where it waits for the write."""
+        self.connection.give_up(self.request_number)
+        self.writes._end_offer(self)
+        self.place_block()
+        asyncio.get_running_loop().call_soon(self.ask_again)
+
+    cdef int place_block(self) except -1:
+        """Let the pending write have the block, as ChunkStore.prepare would have placed it."""
+        cdef uint8_t[4] sums
+        transaction = Transaction()
+        transaction.taken.append((self.place, 1))
+        put32(sums, self.request.checksum)
+        self.pending.placed = Placed(transaction, [(self.place, 1)], PyBytes_FromStringAndSize(<const char *>sums, 4), 0)
+        return 0
+
+    def ask_again(self):
+        """Pass the request to the slow path, with the time that it has left."""
+        cdef double left_s
+        if self.cancelled:
+            return
+        left_s = self.since_s + self.request.deadline_ms / 1000.0 - self.writes._now_s()
+        del self.side.in_work[self.request.number]
+        self.side.reply_stats.begun -= 1
+        self.side.arrived(self.request.number, self.method, max(0, int(left_s * 1000)), self.message, self.payload)
+        if self.side.on_idle is not None and not self.side.in_work:
+            self.side.on_idle()

@@ -24,7 +24,7 @@ from nvpool.rpc.transports._head cimport HEADER_BYTES, REPLY, REQUEST, is_head, 
 from nvpool.rpc.messages.read_write_codec import CLIENT_CACHES
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
 from nvpool.rpc.transports.frame import EMPTY
-from nvpool.rpc.v1.wire_pb2 import DATA_READ, DATA_WRITE
+from nvpool.rpc.v1.wire_pb2 import DATA_PEER_WRITE, DATA_READ, DATA_WRITE
 
 cdef extern from "_clock.h":
     int slot_of(double took_s) nogil
@@ -83,7 +83,7 @@ cdef enum:
 
 cdef uint64_t skew_ms = int(CLOCK_SKEW_S * 1000)
 cdef long may_read = READ, serves_all = SERVICE
-cdef uint16_t method_of_reads = DATA_READ, method_of_writes = DATA_WRITE
+cdef uint16_t method_of_reads = DATA_READ, method_of_writes = DATA_WRITE, method_of_peer_writes = DATA_PEER_WRITE
 cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX
 cdef object method_key = DATA_READ
 cdef uint8_t client_caches = CLIENT_CACHES
@@ -200,8 +200,8 @@ cdef class FastReads:
 
     @property
     def waiting(self):
-        """Reads that the drive has not completed."""
-        return self._inside
+        """Reads that the drive has not completed, and writes that wait for other members of their chains."""
+        return self._inside if self.writes is None else self._inside + self.writes.waiting
 
     cdef double _now_s(self) except -1:
         return boottime_s() if self._is_system else self._clock.boottime_s()
@@ -216,7 +216,8 @@ cdef class FastReads:
         """
         if end > PyByteArray_GET_SIZE(buffer):
             raise ValueError("frames lie outside of their buffer")
-        cdef Py_ssize_t at = 0, total = 0, length
+        cdef Py_ssize_t at = 0, total = 0, length, count
+        cdef uint16_t method
         cdef const uint8_t *frame
         cdef object found
         cdef double since_s
@@ -225,12 +226,15 @@ cdef class FastReads:
             return 0
         while end - at >= FRAME_BYTES and total < OUT_BYTES_MAX:
             frame = <const uint8_t *>PyByteArray_AS_STRING(buffer) + at
-            if self.writes is not None and (frame[4] | frame[5] << 8) == method_of_writes:
-                length = self.writes.answer(buffer, at, end, self.epoch, in_work, reply_stats, out)
+            method = get16(frame + 4)
+            if self.writes is not None and (method == method_of_writes or method == method_of_peer_writes):
+                count = len(out)
+                length = self.writes.answer(buffer, at, end, self.epoch, in_work, reply_stats, out, side)
                 if not length:
                     break
                 at += length
-                total += PyBytes_GET_SIZE(<bytes?>out[len(out) - 1])
+                if len(out) > count:  # otherwise it is answered later
+                    total += PyBytes_GET_SIZE(<bytes?>out[count])
                 continue
             since_s = self._now_s()
             found = self._reply(frame, in_work, side)
@@ -496,12 +500,14 @@ cdef class FastReads:
         return 0
 
     def give_up(self):
-        """Pass all waiting reads to the slow path, which refuses them.
+        """Pass all waiting requests to the slow path, which refuses them.
 
-        Data that arrives for them is dropped.
+        Data that arrives for reads is dropped.
         """
         cdef ColdRead one
         cdef dict waits = self._waits
+        if self.writes is not None:
+            self.writes.give_up()
         self._waits = {}
         for one in waits:
             if not one.cancelled:

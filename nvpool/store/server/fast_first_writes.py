@@ -9,14 +9,24 @@ The path takes a request only under all of these conditions:
 * The frame is complete, with one write within the first block of a chunk, by one grant of that inode and
   session, with the current map epoch.
 * The index has nothing of the inode, which is known without a look-up.
-* The target is the only member of all its chains, its drive and index have space, and no client watches the
-  I/O statistics.
+* The drive and the index have space, and no client watches the I/O statistics.
 * A block is free in the allocation group for small writes.
+* The target is the head of the chunk's chain, and its serving lease holds. No write or truncation of the chunk
+  waits or runs.
 
 Any other request takes the slow path (`single_write`, `write_batch`), before anything has happened; only the
 slow path refuses requests. The slow path gives the same answers with the same bytes, the same records and the
 same counts, in the same order: bytes to the drive, the change that names them, the answer. If the kv engine
 refuses the change, the answer is that of the slow path, and the state is unchanged.
+
+In a chain with several members the path is the same at each member, and the member before takes the place of
+the client. The last member does as above. Each other one puts the bytes on its drive, holds the block, and
+offers the write to its successor; a successor offers it on in the same way. The change is applied when the
+successor's reply says that all members after it have committed. Meanwhile the write is pending in
+`store/replication/chain_writes`, so reads, truncations and other writes of the chunk wait as for any pending
+write. Any other reply, an error, a timeout or a changed chain passes the pending write to a task of
+`chain_writes`, and its request to the slow path, where the request waits for that write by its name. Offers
+and replies that arise together are sent together.
 
 There is no Python implementation: without a compiler, all requests take the slow path. `store/server/service`
 creates this path; the fast reads (`_fast_reads`), to which a listener passes its frames, call it.
@@ -29,7 +39,9 @@ from typing import Any, Protocol
 from nvpool.core.compiled_loader import load_compiled
 from nvpool.core.grants import Grant
 from nvpool.kv.engine import LmdbKv
+from nvpool.rpc.access_control import Callers
 from nvpool.store.server import fast_reads
+from nvpool.store.server.map_state import MapState
 from nvpool.store.server.serving_lease import ServingLease
 from nvpool.store.server.write_batch import WriteService
 
@@ -55,6 +67,14 @@ class FirstWriteService(WriteService, Protocol):
     def serving_lease(self) -> ServingLease:
         """Lease under which the target answers."""
 
+    @property
+    def map_state(self) -> MapState:
+        """Pool map of the target."""
+
+    @property
+    def callers(self) -> Callers:
+        """Callers of the target and their rights."""
+
 
 def answer_new_writes(service: FirstWriteService, secret: bytes) -> None:
     """Add this fast path to the service's fast reads.
@@ -73,5 +93,7 @@ def answer_new_writes(service: FirstWriteService, secret: bytes) -> None:
             store,
             service.replica,
             service.serving_lease,
+            service.map_state,
+            service.callers,
             service.clock,
         )
