@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from nvpool.client.data.data_loss_check import DataLossCheck
+from nvpool.client.data.head_watch import HeadWatch
 from nvpool.client.data.hedged_reads import LATE_S, HedgedReads, Hedging, SentRead, settle
 from nvpool.client.data.read_queue import (
     Read,
@@ -34,7 +35,7 @@ from nvpool.client.data.replica_choice import Replicas
 from nvpool.client.data.short_circuit import ShortCircuitReads
 from nvpool.client.data.unstable_writes import PATIENCE_S, StoreCommit, Stored, WrittenAt
 from nvpool.client.data.volume_key_cache import VolumeKeys
-from nvpool.client.data.write_fast_path import SubmittedWrite
+from nvpool.client.data.write_fast_path import SubmittedWrite, is_alone
 from nvpool.client.rpc.backoff import at_the_deadline, pause, reason_of, until_known
 from nvpool.client.state.client_events import ClientEvents
 from nvpool.client.state.metadata_cache import OpenInode
@@ -136,6 +137,7 @@ class ChunkClient:
         self.read_flags = CLIENT_CACHES if options.direct_reads else 0
         self._held: list[ReadQueue] | None = None  # target queues with reads that wait for send_held
         self.replicas = Replicas(view, clock, dialer.greeting.host_id, options.rack, self.lane)
+        self.heads = HeadWatch(view, clock, self.chain)
         self.hedging = Hedging(clock, self._is_late, self._look_for_slow)
         self._seconds = HedgedReads(self, view, clock, pause=self._pause, renew=renew)
         self._flushing = StoreCommit(view, clock, call=self._call, pause=self._pause)
@@ -162,6 +164,7 @@ class ChunkClient:
             if target is not None:
                 lane.endpoints, lane.distance = target.endpoints, self.replicas.distance(target)
         self._forget_lanes()
+        self.heads.map_changed()
 
     async def close(self) -> None:
         for task in list(self._tasks):
@@ -169,6 +172,7 @@ class ChunkClient:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=1.0)
         self.hedging.close()
+        self.heads.close()
         await self.short.close()
 
     # -- targets -------------------------------------------------------------------------------------------------------
@@ -601,7 +605,7 @@ class ChunkClient:
             lane = self.lane(chain.targets[0])
         except StaleEpoch:
             return None
-        if len(chain.targets) > 1 or chain.joining or file.encrypted:
+        if file.encrypted:
             return None
         connection = self.dialer.live(lane.endpoints)
         return None if connection is None else (chain, lane, connection)
@@ -761,11 +765,9 @@ class ChunkClient:
                     parts,
                     deadline_s=deadline_s,
                 )
-                # no other target can replace it without its consent
-                alone = len(chain.targets) == 1 and not chain.joining
                 reply = await (
                     call
-                    if alone
+                    if is_alone(chain)
                     else self.unless_moved(call, partial(self._has_other_head, file, index, lane))
                 )
                 answer = decoded(data_pb2.WriteReply, reply.message)

@@ -18,6 +18,7 @@ from nvpool.rpc.messages.read_write_codec import WRITE_ENTRY, decode_write_reply
 from nvpool.rpc.v1.wire_pb2 import DATA_WRITE
 
 if TYPE_CHECKING:
+    from nvpool.client.data.head_watch import HeadWatch
     from nvpool.client.data.read_queue import ReadQueue
     from nvpool.poolmap.model import Chain
 
@@ -30,6 +31,15 @@ class WriteOwner(Protocol):
 
     def leave(self, writing: SubmittedWrite) -> None:
         """Release the request id of the write."""
+
+    @property
+    def heads(self) -> HeadWatch:
+        """Watch of writes to chains with several targets."""
+
+
+def is_alone(chain: Chain) -> bool:
+    """Whether the chain has one target, which no other target can replace without its consent."""
+    return len(chain.targets) == 1 and not chain.joining
 
 
 class SubmittedWrite:
@@ -53,6 +63,7 @@ class SubmittedWrite:
         "_connection",
         "_number",
         "_ended",
+        "_watched",
     )
 
     def __init__(
@@ -74,7 +85,7 @@ class SubmittedWrite:
         self._epoch = epoch
         self.cut = file.cut
         self._on_end = on_end
-        self._ended = False
+        self._ended = self._watched = False
 
     def send(
         self,
@@ -86,7 +97,7 @@ class SubmittedWrite:
         checksums: bytes,
         deadline_s: float,
     ) -> None:
-        _, lane, connection = way
+        chain, lane, connection = way
         file = self._file
         header = WRITE_ENTRY.pack(file.inode, self.cut, self.sequence, self._index, offset, length, 0, 0)
         self._connection = connection
@@ -99,12 +110,19 @@ class SubmittedWrite:
             deadline_s=deadline_s,
             on_done=self._done,
         )
+        if not is_alone(chain):
+            self._watched = True
+            self._chunks.heads.add(self, file, self._index, lane.target)
 
     def cancel(self) -> None:
         """Call the listener with CancelledError now. The store may execute the write all the same."""
+        self.fail(asyncio.CancelledError())
+
+    def fail(self, error: BaseException) -> None:
+        """As SentToHead.fail."""
         if not self._ended:
             self._connection.give_up(self._number)
-            self._end(asyncio.CancelledError())
+            self._end(error)
 
     def stored(self) -> Stored:
         """The unstable write to commit. Must be called once, after the write has succeeded."""
@@ -133,6 +151,8 @@ class SubmittedWrite:
     def _end(self, error: BaseException | None) -> None:
         self._ended = True
         self.error = error
+        if self._watched:
+            self._chunks.heads.remove(self)
         self._on_end(self, error)
         if error is None or isinstance(error, asyncio.CancelledError):
             self._chunks.leave(self)

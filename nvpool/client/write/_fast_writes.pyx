@@ -154,12 +154,17 @@ cdef class SentWrite:
     cdef object written, segment, connection, number, place, index
     cdef object epoch           # of the chain
     cdef bint ended
+    cdef bint watched           # by HeadWatch
 
     def cancel(self):
         """Call the writer with CancelledError now. The store may execute the write all the same."""
+        self.fail(asyncio.CancelledError())
+
+    def fail(self, error):
+        """As SentToHead.fail."""
         if not self.ended:
             self.connection.give_up(self.number)
-            self.end(asyncio.CancelledError())
+            self.end(error)
 
     def stored(self):
         """The unstable write to commit. Must be called once, after the write has succeeded."""
@@ -183,6 +188,8 @@ cdef class SentWrite:
     cdef int end(self, error) except -1:
         self.ended = True
         self.error = error
+        if self.watched:
+            self.writes.chunks.heads.remove(self)
         if error is not None or not self.writes.was_stored(self):
             self.writes.writer.was_sent(self.written, 0, self.segment, self, error)
         if error is None or isinstance(error, asyncio.CancelledError):
@@ -535,8 +542,6 @@ cdef class FastWrites:
         number = chunk_hash(inode, 0) % chains_per_table
         chain = table.chains[number]
         targets = chain.targets
-        if len(targets) != 1 or chain.joining:
-            return False
         lane = (<dict>chunks.lanes).get(targets[0])
         if lane is None:
             try:
@@ -612,6 +617,9 @@ cdef class FastWrites:
                                   content, <uint32_t>length, file.grant_session, sent.slot)
         sent.number = self.submit(connection, write_method, message, message_bytes, content, length, now_s + self.patience_s,
                              now_s, sent)
+        if len(targets) > 1 or chain.joining:   # see is_alone
+            sent.watched = True
+            chunks.heads.add(sent, file, zero, lane.target)
         return True
 
     cdef bint was_stored(self, SentWrite sent) except -1:

@@ -8,8 +8,8 @@ Available where a compiler was at hand (`_fast_writes.pyx`). The reference imple
 write: client/write/writeback and sender, client/data/write_fast_path and client/rpc/change_fast_path. Bytes on the
 wire, the data in the mount state and its order, and all bookkeeping are the same.
 
-Conditions of a write: 4 to 32 KiB at the start of an empty file outside volumes, in one unit, to a chunk with
-one target that is connected, within all bounds, in a client with mount state. Condition of its reply: the
+Conditions of a write: 4 to 32 KiB at the start of an empty file outside volumes, in one unit, to a chunk whose
+first target (the head of its chain) is connected, within all bounds, in a client with mount state. Condition of its reply: the
 bytes are stored, and nothing else has happened to the file. Conditions of a report: those of
 MetaClient.begin, and a reply of the service. In every other case the slow path takes over before any side
 effect, or continues the request under the same request id. Connections that do not carry plain frames over

@@ -1,6 +1,6 @@
 """Sender of dirty extents to the stores, and of reports to the metadata service. It is a part of `writeback`.
 
-The fast path is the common case: the chunk has one target, which is connected, and the service has a free
+The fast path is the common case: the head of the chunk's chain is connected, and the service has a free
 slot. Then the extent is sent where the write is accepted; its reply triggers the report, if a flush waits
 only for that; the report's reply completes the flush. No task is created, and no event-loop iteration lies
 between these steps.
