@@ -296,7 +296,7 @@ cdef class FastFirstWrites:
     cdef object _peer  # the caller of the last offer, a node
     cdef readonly UnknownInodes unknown
     cdef dict _waits  # OfferedWrite -> None
-    cdef GatheredReplies _replies
+    cdef GatheredReplies replies
     cdef dict _grants
     cdef uint8_t _target
     cdef int _fd
@@ -312,7 +312,7 @@ cdef class FastFirstWrites:
         self._clock, self._is_system = clock, type(clock) is SystemClock
         self._signing = blake2b(key=secret, digest_size=MAC_BYTES)
         self._chain_writes, self._peers, self._waits = replica.writes, replica.peers, {}
-        self._replies = GatheredReplies()
+        self.replies = GatheredReplies()
         self.unknown = UnknownInodes(store.kv)
         store.kv.on_apply = self.unknown.record_changes
 
@@ -321,7 +321,7 @@ cdef class FastFirstWrites:
         """Writes that wait for other members of their chains."""
         return len(self._waits)
 
-    cdef double _now_s(self) except -1:
+    cdef double now_s(self) except -1:
         return boottime_s() if self._is_system else self._clock.boottime_s()
 
     def answer(self, bytearray buffer, Py_ssize_t begin, Py_ssize_t end, uint64_t epoch, dict in_work, reply_stats, list out,
@@ -333,7 +333,7 @@ cdef class FastFirstWrites:
         next member of its chain must have first is answered there, later.
         """
         cdef Request r
-        cdef double since_s = self._now_s()
+        cdef double since_s = self.now_s()
         cdef const uint8_t *frame
         if begin < 0 or end > PyByteArray_GET_SIZE(buffer) or end - begin < FRAME_BYTES or not epoch:
             return 0
@@ -419,7 +419,7 @@ cdef class FastFirstWrites:
             out.append(pack_head(REPLY, code, r.number, 0, text, 0))
         else:
             out.append(self._reply(&r, epoch, status))
-        self._count(reply_stats, is_offer, r.length, self._now_s() - since_s, code)
+        self._count(reply_stats, is_offer, r.length, self.now_s() - since_s, code)
         return length
 
     cdef bint _taken(self, const uint8_t *at, Py_ssize_t count, uint64_t epoch, Request *r) except -1:
@@ -601,7 +601,7 @@ cdef class FastFirstWrites:
         cdef uint8_t *to
         cdef Py_ssize_t message_bytes
         cdef OfferedWrite one = OfferedWrite.__new__(OfferedWrite)
-        cdef double now_s = self._now_s()
+        cdef double now_s = self.now_s()
         cdef dict in_flight
         cdef bytes offer
         connection = way[1]
@@ -632,14 +632,14 @@ cdef class FastFirstWrites:
         connection.frames.send(offer, (), 0, is_followed or len(in_flight) >= gather_from)
         return 0
 
-    cdef int _end_offer(self, OfferedWrite one) except -1:
+    cdef int end_offer(self, OfferedWrite one) except -1:
         """Stop waiting for the successor's reply; the block stays held for the write."""
         one.has_ended = True
         del self._waits[one]
         self._peers.release(one.way, one.request.length)
         return 0
 
-    cdef int _commit(self, OfferedWrite one) except -1:
+    cdef int commit(self, OfferedWrite one) except -1:
         """Commit a write that all members after this one have, and answer it.
 
         As ChainWrites._commit_now. If this is not possible now, the write continues in a task.
@@ -649,7 +649,7 @@ cdef class FastFirstWrites:
         cdef object group
         cdef bytes reply
         cdef int code = 0
-        self._end_offer(one)
+        self.end_offer(one)
         cdef bint is_named = False
         try:
             # is_used loads the group of the block
@@ -661,7 +661,7 @@ cdef class FastFirstWrites:
         except Exception:  # the task does it again, and reports the error or fences the store
             pass
         if not is_named:
-            self._carry_on(one, COMMITTED)
+            self.carry_on(one, COMMITTED)
             return 0
         self._chain_writes.settled(one.pending)
         if one.cancelled:
@@ -677,11 +677,11 @@ cdef class FastFirstWrites:
         del side.in_work[r.number]
         side.frames.out.append(reply)
         side.frames.out_bytes += PyBytes_GET_SIZE(reply)
-        self._count(side.reply_stats, is_offer, r.length, self._now_s() - one.since_s, code)
-        self._replies.add(side)
+        self._count(side.reply_stats, is_offer, r.length, self.now_s() - one.since_s, code)
+        self.replies.add(side)
         return 0
 
-    cdef int _carry_on(self, OfferedWrite one, outcome) except -1:
+    cdef int carry_on(self, OfferedWrite one, outcome) except -1:
         """Continue the write in a task, and its request as if it arrived now: it waits for the task."""
         one.place_block()
         self._chain_writes.carry_on(one.pending, outcome)
@@ -693,8 +693,8 @@ cdef class FastFirstWrites:
         cdef OfferedWrite one
         for one in list(self._waits):
             one.connection.give_up(one.request_number)
-            self._end_offer(one)
-            self._carry_on(one, None)
+            self.end_offer(one)
+            self.carry_on(one, None)
 
     # -- naming and answering ------------------------------------------------------------------------------------------
 
@@ -850,8 +850,8 @@ cdef class OfferedWrite(ReplyTaker):
                            Py_ssize_t payload_bytes):
         if self.has_ended or payload_bytes or not is_committed(message, message_bytes):
             return None
-        self.writes._commit(self)
-        return self.writes._replies
+        self.writes.commit(self)
+        return self.writes.replies
 
     def __call__(self, reply, error):
         """Handle a reply that `take` has not taken, or the error of the connection."""
@@ -863,20 +863,20 @@ cdef class OfferedWrite(ReplyTaker):
         if error is None:
             message = bytes(reply.message)
             if is_committed(<const uint8_t *>PyBytes_AS_STRING(message), PyBytes_GET_SIZE(message)):
-                writes._commit(self)
-                writes._replies.go_on()
+                writes.commit(self)
+                writes.replies.go_on()
                 return
             try:
                 answer = decoded(PeerWriteReply, message)
             except CorruptFrame as corrupt:
                 error = corrupt
-        writes._end_offer(self)
-        writes._carry_on(self, (answer, error))
+        writes.end_offer(self)
+        writes.carry_on(self, (answer, error))
 
     def give_up(self):
         """As Offered.give_up. The request continues on the slow path, where it waits for the write."""
         self.connection.give_up(self.request_number)
-        self.writes._end_offer(self)
+        self.writes.end_offer(self)
         self.place_block()
         asyncio.get_running_loop().call_soon(self.ask_again)
 
@@ -894,7 +894,7 @@ cdef class OfferedWrite(ReplyTaker):
         cdef double left_s
         if self.cancelled:
             return
-        left_s = self.since_s + self.request.deadline_ms / 1000.0 - self.writes._now_s()
+        left_s = self.since_s + self.request.deadline_ms / 1000.0 - self.writes.now_s()
         del self.side.in_work[self.request.number]
         self.side.reply_stats.begun -= 1
         self.side.arrived(self.request.number, self.method, max(0, int(left_s * 1000)), self.message, self.payload)

@@ -47,7 +47,6 @@ from nvpool.rpc.access_control import Callers
 from nvpool.rpc.api import Call
 from nvpool.rpc.fd_passing import Handover
 from nvpool.rpc.messages.read_write_codec import (
-    BATCH_ENTRIES_MAX,
     LOCATE_BYTES_MAX,
     LOCATE_ENTRIES_MAX,
     LOCATE_ENTRY,
@@ -78,6 +77,7 @@ from nvpool.store.server.fast_reads import close as close_fast_reads
 from nvpool.store.server.fast_reads import open_fast_reads
 from nvpool.store.server.io_stats import IoStats
 from nvpool.store.server.map_state import MapState
+from nvpool.store.server.request_limits import check_entries, check_grants, check_read_bytes
 from nvpool.store.server.serving_lease import ServingLease
 from nvpool.store.server.single_write import SingleWrites
 from nvpool.store.server.status import StatusHandlers
@@ -91,9 +91,6 @@ WAITING_MAX = 8192
 """Waiting calls allowed at the same time, over all connections; further calls get Busy."""
 WAITING_PER_PEER_MAX = WAITING_MAX // 4
 """Waiting calls of one peer that is not trusted, so that no peer takes the places of all others."""
-CLIENT_READ_BYTES_MAX = 4 << 20
-"""Most bytes that a client reads in several pieces with one request: a millisecond of the event loop. Clients gather
-2 MiB (client/data/chunk_client). One piece may be a whole chunk."""
 TEND_S = 1.0
 
 
@@ -500,7 +497,7 @@ class StoreService:
 
         InvalidRequest: they are more than a batch has entries.
         """
-        _check_grants(raws)
+        check_grants(raws)
         now_ms = self.clock.wall_ns() // 1_000_000
         found = [self.grant(raw, now_ms) for raw in raws]
         for number, grant in enumerate(found):
@@ -520,12 +517,12 @@ class StoreService:
     def _read(self, call: Call) -> None:
         epoch, target, rights, reads, verify = decode_read_request(call.message)
         self._check_target(target)
-        _check_entries("reads", reads, READ)
+        check_entries("reads", reads, READ)
         if self.callers.of(call.peer).account:
-            _check_read_bytes(reads)
+            check_read_bytes(reads)
         if epoch != self.map_state.epoch:
             self._check_epoch(epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
-        _check_grants(rights)
+        check_grants(rights)
         now_ms = self.clock.wall_ns() // 1_000_000
         owners, tables = [], []
         for raw in rights:
@@ -656,7 +653,7 @@ class StoreService:
         if self.single_writes.try_write(call):
             return
         request = self._parse(pb.WriteRequest, call)
-        _check_entries("writes", request.writes, WRITE)
+        check_entries("writes", request.writes, WRITE)
         if request.map_epoch != self.map_state.epoch:
             self._check_epoch(
                 request.map_epoch, lambda: (fields[0:4:3] for fields in WRITE.iter_unpack(request.writes))
@@ -874,35 +871,4 @@ class StoreService:
         self.serving_lease.check()
         call.reply(
             pb.CopyReply(map_epoch=self.map_state.epoch, version=version, bytes=copied).SerializeToString()
-        )
-
-
-def _check_entries(what: str, packed: bytes, entry: struct.Struct) -> None:
-    """Check the size of a batch before its entries are looked at; else InvalidRequest."""
-    if len(packed) % entry.size:
-        raise InvalidRequest(f"{len(packed)} bytes are not whole headers of {what}")
-    if len(packed) > BATCH_ENTRIES_MAX * entry.size:
-        raise InvalidRequest(
-            f"{len(packed) // entry.size} {what} came in one request; send at most {BATCH_ENTRIES_MAX}, and "
-            f"more requests"
-        )
-
-
-def _check_read_bytes(reads: bytes) -> None:
-    """Check how many bytes a client reads with one request; else InvalidRequest."""
-    if len(reads) == READ.size:
-        return
-    total = sum([length for _, _, _, length, _, _ in READ.iter_unpack(reads)])
-    if total > CLIENT_READ_BYTES_MAX:
-        raise InvalidRequest(
-            f"{total} bytes are read in one request; a client may read {CLIENT_READ_BYTES_MAX} in pieces at most: send "
-            "more requests"
-        )
-
-
-def _check_grants(raws: Sequence[bytes]) -> None:
-    """Check the number of grants before they are verified; else InvalidRequest."""
-    if len(raws) > BATCH_ENTRIES_MAX:
-        raise InvalidRequest(
-            f"{len(raws)} grants came in one request; send at most {BATCH_ENTRIES_MAX}, and more requests"
         )

@@ -243,8 +243,16 @@ def test_shared_or_lost_chunks_use_the_batch_path():
     async def scene():
         store = Store(True)
         replica = store.service.replica
+
+        def share():
+            replica.shares, replica.is_shared = True, lambda *_: True
+
+        def alone():
+            replica.shares = False
+            del replica.is_shared
+
         for on, off in (
-            (lambda: setattr(replica, "shares", True), lambda: setattr(replica, "shares", False)),
+            (share, alone),
             (lambda: replica.losing.chains.update({0: 1}), replica.losing.chains.clear),
             (
                 lambda: setattr(store.store, "places_first", lambda *_: True),
