@@ -126,9 +126,7 @@ class ShardPlace(FuzzTarget):
         self._peer = KINDS[self.kind].peer
         await self._plant()
         self._know()
-        self.connect(
-            self.service.handle, self._peer, self.service.dispatch.answer
-        )
+        self.connect(self.service.handle, self._peer, self.service.dispatch.answer)
         self._protected = self._guarded()
         self._open_session()
         self._others = self._of_others()
