@@ -138,7 +138,7 @@ class ChunkClient:
         self._held: list[ReadQueue] | None = None  # target queues with reads that wait for send_held
         self.replicas = Replicas(view, clock, dialer.greeting.host_id, options.rack, self.lane)
         self.heads = HeadWatch(view, clock, self.chain)
-        self.hedging = Hedging(clock, self._is_late, self._look_for_slow)
+        self.hedging = Hedging(clock, self._is_late, self._look_for_slow, lambda: self.counters["reads"])
         self._seconds = HedgedReads(self, view, clock, pause=self._pause, renew=renew)
         self._flushing = StoreCommit(view, clock, call=self._call, pause=self._pause)
         self.short = ShortCircuitReads(
@@ -188,13 +188,10 @@ class ChunkClient:
 
     def find_lane(self, file: OpenInode, index: int, tried: tuple[ReadQueue, ...] = ()) -> ReadQueue:
         """The target queue of the chunk's best replica, if possible not in `tried`."""
-        targets = self.chain(file, index).readable
-        lane = (
-            self.lane(targets[0])
-            if len(targets) == 1
-            else self.replicas.best(targets, tried, file.inode + index)
-        )
-        if not tried:
+        if tried:
+            lane = self.replicas.best(self.chain(file, index).readable, tried, file.inode + index)
+        else:
+            lane = self.replicas.choose(file, index)
             if len(file.lanes) >= _LANES_PER_FILE:
                 file.lanes.clear()
             file.lanes[index] = lane
@@ -393,6 +390,10 @@ class ChunkClient:
     def answered(self, lane: ReadQueue, jobs: list[Read], reply, error) -> None:
         """Handle the result of reads that another module has sent and counted in the queue."""
         self._answered(lane, jobs, reply, error)
+
+    def hedge(self, sent: SentRead) -> None:
+        """Send slow reads that another module has sent to another replica too."""
+        self._seconds.ask(sent)
 
     def _answered(self, lane: ReadQueue, jobs: list[Read], reply, error) -> None:
         lane.in_flight -= 1

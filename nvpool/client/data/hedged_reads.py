@@ -43,31 +43,39 @@ SMOOTHED = 1 / 16
 """Weight of a new latency in the average of its target queue."""
 SECOND_S = 5.0
 """Time for one more attempt at another replica, before the next one is asked."""
+MEASURED_S = 0.001
+"""Time after a measured reply of a target in which compiled reads do not measure another one.
+
+A measurement is general code, which would cost a good part of what compiled code saves. Latencies that
+matter here are longer than this time, so slow replies are all measured.
+"""
 
 
 class SentRead:
-    """A message with reads in flight. `again(sent)` sends the reads to another replica."""
+    """A message with reads in flight. `again(sent)` sends the reads to another replica.
 
-    __slots__ = ("number", "lane", "jobs", "sent_s", "again", "cost", "end", "asked")
+    Compiled reads have the same attributes and methods: `_sent_reads.SentReads`.
+    """
+
+    __slots__ = ("lane", "jobs", "sent_s", "again", "count", "cost", "end", "is_hedged")
 
     def __init__(
         self,
-        number: int,
         lane: ReadQueue,
         jobs: Sequence[Read],
         sent_s: float,
         again: Callable[[SentRead], None],
         cost: float,
     ) -> None:
-        self.number = number
         self.lane = lane
         self.jobs = jobs
         self.sent_s = sent_s
         self.again = again
+        self.count = len(jobs)
         self.cost = cost
         self.end: Callable[[], None] = _nothing
         """Stops reception; must be called before another task writes to the reader's memory."""
-        self.asked = False
+        self.is_hedged = False
 
 
 def _nothing() -> None:
@@ -78,20 +86,29 @@ class Hedging:
     """The watch of reads in flight.
 
     `late(lane)` is called when a target has not answered for LATE_S; `looked()` at intervals, when the
-    average latencies are up to date.
+    average latencies are up to date. `read_count()`: the number of reads sent until now.
     """
 
-    def __init__(self, clock: Clock, late: Callable[[ReadQueue], None], looked: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        late: Callable[[ReadQueue], None],
+        looked: Callable[[], None],
+        read_count: Callable[[], int],
+    ) -> None:
         self._now_s = clock.boottime_s
         self._late = late
         self._looked = looked
+        self._read_count = read_count
         self._loop = asyncio.get_running_loop()
-        self._out: dict[int, SentRead] = {}
-        self._number = 0
+        self.sent: dict[SentRead, None] = {}
+        """The messages in flight, in the order of sending. Compiled reads add and remove theirs."""
         self._credit = CREDIT_MAX
+        self._credited = 0  # of the reads, those that are counted in the credit
         self._times: list[float] = []
         self._measured = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        """Set while messages are in flight; see `start_timer`."""
         self.delay_s = DELAY_S_MAX / 4
         self.counters = {"hedged": 0, "late": 0}
 
@@ -103,24 +120,27 @@ class Hedging:
         The caller passes the result to `came` at the end, also after an error. `cost`: cost of a second
         request, in reads; infinite: only a late read is sent twice.
         """
-        self._number += 1
-        sent = self._out[self._number] = SentRead(
-            self._number, lane, jobs, self._now_s(), again, cost or len(jobs)
-        )
-        self._credit = min(CREDIT_MAX, self._credit + SHARE * len(jobs))
-        if self._timer is None:
-            self._timer = self._loop.call_later(self.delay_s, self._look)
+        sent = SentRead(lane, jobs, self._now_s(), again, cost or len(jobs))
+        self.sent[sent] = None
+        if self.timer is None:
+            self.start_timer()
         return sent
+
+    def start_timer(self) -> None:
+        """Look for slow reads from now on, until none is in flight."""
+        self.timer = self._loop.call_later(self.delay_s, self.look)
 
     def came(self, sent: SentRead, good: bool) -> None:
         """Record the end of a message.
 
         `good`: with bytes; a refusal says nothing about the latency of reads.
         """
-        self._out.pop(sent.number, None)
-        took_s = self._now_s() - sent.sent_s
+        self.sent.pop(sent, None)
+        self.measure(sent.lane, self._now_s() - sent.sent_s, good)
+
+    def measure(self, lane: ReadQueue, took_s: float, good: bool = True) -> None:
+        """Record the latency of a message. `good` as in `came`."""
         if good:
-            lane = sent.lane
             lane.took_s += (took_s - lane.took_s) * (SMOOTHED if lane.took_s else 1.0)
         if len(self._times) < LAST:
             self._times.append(took_s)
@@ -132,32 +152,38 @@ class Hedging:
             self.delay_s = min(DELAY_S_MAX, max(DELAY_S_MIN, SLOWER * ordered[len(ordered) * 95 // 100]))
             self._looked()
 
-    def _look(self) -> None:
-        self._timer = None
+    def look(self) -> None:
+        """Send slow reads to other replicas too; the timer calls this while messages are in flight."""
+        self.timer = None
         now_s = self._now_s()
-        for sent in list(self._out.values()):
+        count = self._read_count()
+        self._credit = min(CREDIT_MAX, self._credit + SHARE * (count - self._credited))
+        self._credited = count
+        for sent in list(self.sent):
+            if sent not in self.sent:
+                continue  # it ended while another one was sent again
             age_s = now_s - sent.sent_s
             if age_s < self.delay_s:
                 break  # the following ones are younger
             late = age_s >= LATE_S
             if late:
-                self._out.pop(sent.number, None)
+                self.sent.pop(sent, None)
                 self.counters["late"] += 1
                 self._late(sent.lane)  # first, so that another replica is asked now
-            if not sent.asked and (late or self._credit >= sent.cost):
-                sent.asked = True
+            if not sent.is_hedged and (late or self._credit >= sent.cost):
+                sent.is_hedged = True
                 if not late:
                     self._credit -= sent.cost
-                self.counters["hedged"] += len(sent.jobs)
+                self.counters["hedged"] += sent.count
                 sent.again(sent)
-        if self._out:
-            self._timer = self._loop.call_later(max(DELAY_S_MIN, self.delay_s / 2), self._look)
+        if self.sent:
+            self.timer = self._loop.call_later(max(DELAY_S_MIN, self.delay_s / 2), self.look)
 
     def close(self) -> None:
         """Stop the watch."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._out.clear()
+        if self.timer is not None:
+            self.timer.cancel()
+        self.sent.clear()
 
 
 class HedgedReads:

@@ -32,7 +32,7 @@ class ReadQueue:
 
     `endpoints` and `distance` (see Replicas) are those of the newest map. Until `shunned_s` other replicas
     are preferred, because this target did not answer or took much longer than they. `took_s`: average
-    latency; 0 before the first reply.
+    latency; 0 before the first reply. `measured_s`: time of the last measurement by compiled reads.
     """
 
     __slots__ = (
@@ -41,6 +41,7 @@ class ReadQueue:
         "distance",
         "shunned_s",
         "took_s",
+        "measured_s",
         "pending",
         "pending_bytes",
         "scheduled",
@@ -53,6 +54,7 @@ class ReadQueue:
         self.distance = distance
         self.shunned_s = 0.0
         self.took_s = 0.0
+        self.measured_s = 0.0
         self.pending: list[Read] = []
         self.pending_bytes = 0
         self.scheduled = False

@@ -9,6 +9,7 @@ sends no request.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from math import inf
 
 from nvpool.client.data.read_queue import ReadQueue
 from nvpool.client.data.unstable_writes import Stored, WrittenAt
@@ -60,6 +61,10 @@ class Replicas:
         self._distances: dict[int, int] = {}
         self.several = False
         """Whether any chunk has more than one replica."""
+        self.choices: dict[int, tuple[ReadQueue, ...]] = {}
+        """For chains by table * CHAINS_PER_TABLE + number: the target queue to use for each turn, without
+        regard to load. Valid until `choices_until_s`. Compiled reads use it as `choose` does."""
+        self.choices_until_s = inf
         self.use_map(view.map)
 
     def use_map(self, pool_map: PoolMap) -> None:
@@ -70,6 +75,7 @@ class Replicas:
             for node in pool_map.nodes
         }
         self.several = any(len(chain.targets) > 1 for table in pool_map.tables for chain in table.chains)
+        self._forget_choices()
 
     @property
     def pool_map(self) -> PoolMap:
@@ -124,22 +130,67 @@ class Replicas:
         """HERE, SAME_RACK or ELSEWHERE, in the newest map."""
         return self._distances.get(target.node, ELSEWHERE)
 
+    def choose(self, file: OpenInode, index: int) -> ReadQueue:
+        """The target queue of the chunk's best replica; as `best`, with the choices for its chain cached.
+
+        StaleEpoch.
+        """
+        until_s = self.choices_until_s
+        if until_s < inf and self._now_s() >= until_s:
+            self._forget_choices()
+        turn, number = file.inode + index, chain_of(file.inode, index)
+        key = file.layout.table * CHAINS_PER_TABLE + number
+        choices = self.choices.get(key)
+        if choices is None:
+            targets = self.of_chain(file, number).readable
+            choices = self.choices[key] = tuple(
+                self._first_of(targets, first) for first in range(len(targets))
+            )
+        lane = choices[turn % len(choices)]
+        if len(choices) == 1 or lane.in_flight + len(lane.pending) < BUSIER:
+            return lane  # no other target can have BUSIER fewer
+        return self.best(self.of_chain(file, number).readable, (), turn)
+
+    def _first_of(self, targets: Sequence[int], turn: int) -> ReadQueue:
+        """The target queue to use for this turn, without regard to load."""
+        if len(targets) == 1:
+            return self._lane(targets[0])
+        now_s = self._now_s()
+        ranked = list(self._ranked(targets, (), turn, now_s))
+        for _, lane in ranked:
+            if lane.shunned_s > now_s:
+                self.choices_until_s = min(self.choices_until_s, lane.shunned_s)
+        return min(ranked, key=lambda each: each[0])[1]  # the first of equals
+
+    def _forget_choices(self) -> None:
+        self.choices.clear()
+        self.choices_until_s = inf
+
+    def _ranked(
+        self, targets: Sequence[int], tried: Collection[ReadQueue], turn: int, now_s: float
+    ) -> Iterable[tuple[tuple, ReadQueue]]:
+        """Rank and queue of each target, in the order of the turn. The least rank is the best."""
+        known = self._view.map.target_by_id
+        for number in range(len(targets)):
+            target = targets[(turn + number) % len(targets)]
+            lane = self._lane(target)
+            yield (
+                (
+                    lane in tried,
+                    known[target].state not in ("up", "draining"),
+                    lane.shunned_s > now_s,
+                    lane.distance,
+                ),
+                lane,
+            )
+
     def best(self, targets: Sequence[int], tried: Collection[ReadQueue], turn: int) -> ReadQueue:
         """The target queue to use, not one of `tried` if there is another.
 
         Equal `turn` gives the same order of equals.
         """
-        now_s, known = self._now_s(), self._view.map.target_by_id
         found = None
-        for number in range(len(targets)):
-            target = targets[(turn + number) % len(targets)]
-            lane = self._lane(target)
-            rank = (
-                lane in tried,
-                known[target].state not in ("up", "draining"),
-                lane.shunned_s > now_s,
-                lane.distance,
-            )
+        for rank, lane in self._ranked(targets, tried, turn, self._now_s()):
             load = lane.in_flight + len(lane.pending)
             if found is None or rank < found[0] or (rank == found[0] and load + BUSIER <= found[1]):
                 found = rank, load, lane
@@ -150,6 +201,8 @@ class Replicas:
         now_s = self._now_s()
         news = lane.shunned_s <= now_s
         lane.shunned_s = now_s + SHUN_S
+        if news:
+            self._forget_choices()
         return news
 
     def shun_slow(self, lanes: Iterable[ReadQueue]) -> bool:
