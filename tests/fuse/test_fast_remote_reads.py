@@ -101,8 +101,8 @@ class Mounted(Reading):
 
 
 @asynccontextmanager
-async def mounted(way="compiled", options=FAR):
-    host = Far()
+async def mounted(way="compiled", options=FAR, replicas=1):
+    host = Far(replicas=replicas)
     host.options = options
     async with host, Mounted(host) as kernel:
         await kernel.init()

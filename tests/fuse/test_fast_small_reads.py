@@ -71,8 +71,8 @@ class Small(Mounted):
 
 
 @asynccontextmanager
-async def mounted(way="compiled", options=FAR):
-    host = Far()
+async def mounted(way="compiled", options=FAR, replicas=1):
+    host = Far(replicas=replicas)
     host.options = options
     async with host, Small(host) as kernel:
         await kernel.init()
@@ -605,16 +605,31 @@ async def test_reads_are_batched_up_to_a_burst(kernel):
     assert chunks.counters["messages"] - before <= 3 * 2 * max(1, len(kernel.host.proxies)) + 2
 
 
-@on_fast_path
-async def test_chosen_target_agrees_with_the_slow_path(kernel):
-    for inode in await kernel.make([some(100, seed) for seed in range(40)]):
-        number = await kernel.open(inode)
-        assert await kernel.read(number, 0, BLOCK)
-        file = kernel.handle(number).file
-        found = file.lanes[0]
-        chain = kernel.vfs.chunks.replicas.of_chain(file, chain_of(inode, 0))
-        file.lanes.clear()
-        assert kernel.vfs.chunks.find_lane(file, 0) is found and chain.targets[0] == found.target
+@pytest.mark.compiled
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_chosen_target_agrees_with_the_slow_path(replicas):
+    async def same(kernel):
+        chunks, chosen = kernel.vfs.chunks, set()
+        began = kernel.began
+        inodes = await kernel.make([some(100, seed) for seed in range(40)])
+        for turn in range(3):
+            for inode in inodes:
+                number = await kernel.open(inode)
+                kernel.vfs.reader.forget_contents()
+                assert await kernel.read(number, 0, BLOCK)
+                file = kernel.handle(number).file
+                found = file.lanes[0]
+                chain = chunks.replicas.of_chain(file, chain_of(inode, 0))
+                file.lanes.clear()
+                assert chunks.find_lane(file, 0) is found
+                assert turn or chain.targets[inode % replicas] == found.target
+                chosen.add(found)
+                await kernel.close(number)
+            if replicas > 1:
+                kernel.vfs.chunks.replicas.failed(found)
+        assert kernel.began == began + 3 * len(inodes) and len(chosen) == 2
+
+    on_a_mount(same, FAR, replicas)("compiled")
 
 
 @on_fast_path

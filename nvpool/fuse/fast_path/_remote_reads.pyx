@@ -19,8 +19,9 @@ from nvpool.core.clock import SystemClock, stopwatch_s
 from nvpool.core.errors import Stale
 from nvpool.client.state.small_file_cache import SMALL_BYTES
 from nvpool.fuse.fast_path._read_requests cimport LARGE_BYTES, PAGE, Wanted, is_read, read_at_random
+from nvpool.fuse.fast_path._sent_reads cimport SentReads
 from nvpool.fuse.protocol.constants import Op
-from nvpool.rpc.transports._frame cimport PendingReply, ReplyTaker, note
+from nvpool.rpc.transports._frame cimport PendingReply, note
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
 from nvpool.rpc.transports.stream import StreamConnection
@@ -68,13 +69,13 @@ def is_of_use():
     return bool(has_instruction())
 
 
-cdef class PendingRead(ReplyTaker):
+cdef class PendingRead(SentReads):
     """A read requested from a store.
 
     It is an entry of the table of pending requests, and the receiver of the connection's reply.
     """
     cdef RemoteReads reads
-    cdef object file, lane, index
+    cdef object file, index
     cdef uint64_t unique
     cdef uint32_t size, skip, span, within
     cdef double since_s, deadline_s
@@ -92,30 +93,54 @@ cdef class PendingRead(ReplyTaker):
     cdef PendingReply take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
         """Take the reply if it has all requested data; None: the slow path gets it."""
         cdef RemoteReads reads = self.reads
-        if not fits(self, message, message_bytes, payload, payload_bytes):
+        if self.jobs is not None or not fits(self, message, message_bytes, payload, payload_bytes):
             return None
         # The reply is complete and correct.
-        self.lane.in_flight -= 1
         try:
-            if not self.is_done:
-                self.is_done = True
-                reads.send_reply(self, payload)
+            self.replied(payload)
         except Exception as error:  # a bug: report it to the caller, and answer the others
             entry = reads.work.get(self.unique)
             if entry is not None and entry[0] is self:
                 reads.path.read_ended(self.unique, error)
         return reads
 
+    cdef int replied(self, const uint8_t *payload) except -1:
+        """Handle complete and correct data."""
+        cdef RemoteReads reads = self.reads
+        self.lane.in_flight -= 1
+        if self.is_watched:
+            self.came(reads.hedging, reads.now_s())
+        if not self.is_done:
+            self.is_done = True
+            reads.send_reply(self, payload)
+        return 0
+
     def __call__(self, reply, error):
         """Handle a reply that `take` did not answer, or an error: the slow path continues from here."""
-        if error is None and not self.is_done and self.reads.whole(self, reply.message, reply.payload):
+        cdef RemoteReads reads = self.reads
+        if error is None and self.jobs is None and not self.is_done and reads.whole(self, reply.message, reply.payload):
             return
-        if self.is_done:  # not reused: the table of pending requests may still contain it
-            self.lane.in_flight -= 1
-            return
+        if self.is_watched:
+            reads.hedging.came(self, error is None)
+        if self.jobs is None:
+            if self.is_done:  # not reused: the table of pending requests may still contain it
+                self.lane.in_flight -= 1
+                return
+            self.go_on()
+        reads.chunks.answered(self.lane, self.jobs, reply, error)
+
+    def again(self, sent):
+        """Send the read to another replica too; the slow path waits for both replies. Called by Hedging."""
+        if not self.is_done:
+            self.go_on()
+            self.reads.chunks.hedge(self)
+
+    cdef int go_on(self) except -1:
+        """Let the slow path continue with this read."""
         self.is_done = True
-        self.reads.path.read_answered(self.unique, self.lane, self.file, self.index, self.within, self.span, self.skip,
-                                        self.size, self.deadline_s, reply, error)
+        self.jobs = [self.reads.path.as_ordinary(self.unique, self.file, self.index, self.within, self.span, self.skip,
+                                                 self.size, self.deadline_s)]
+        return 0
 
 
 cdef class ReadConnection:
@@ -141,7 +166,7 @@ cdef class RemoteReads(PendingReply):
     """
     cdef readonly object path, requests
     cdef readonly uint64_t read_bytes
-    cdef object _pages, _paged, chunks, short_circuit, dialer, replicas, _counters, _clock
+    cdef object _pages, _paged, chunks, short_circuit, dialer, replicas, hedging, _counters, _clock
     cdef dict _files, work, ways, scratches
     cdef bytearray _buffer
     cdef int _fd
@@ -158,6 +183,7 @@ cdef class RemoteReads(PendingReply):
         self._fd, self._buffer, self.work = requests.fd, requests.buffer, requests.work
         self._pages, self._files, self._paged = ops.cached_pages, ops.files.by_handle, ops.cached_pages.paged
         self.short_circuit, self.dialer, self.replicas = chunks.short, chunks.dialer, chunks.replicas
+        self.hedging = chunks.hedging
         self._counters, self._clock = chunks.counters, chunks.clock
         self.is_system = type(chunks.clock) is SystemClock
         self.patience_s, self.flags = chunks.options.deadline_s, chunks.read_flags
@@ -181,7 +207,7 @@ cdef class RemoteReads(PendingReply):
         """
         cdef Wanted wanted
         cdef PyObject *found
-        if (not is_read(self._buffer, count, &wanted) or self.requests.forwarded or self.replicas.several
+        if (not is_read(self._buffer, count, &wanted) or self.requests.forwarded
                 or len(self.work) >= self.in_work_max):
             return False
         opened = read_at_random(self._files, self._pages, self._paged, &wanted)
@@ -235,7 +261,8 @@ cdef class RemoteReads(PendingReply):
         if ((offset & (PAGE - 1)) + size + PAGE - 1) >> 12 > LARGE_BLOCKS_MAX:
             return False
         cdef PendingRead one = <PendingRead>self.spares.pop() if self.spares else PendingRead.__new__(PendingRead)
-        one.reads, one.file, one.lane, one.index = self, file, lane, key
+        one.sent_to(lane, 1, now_s)
+        one.reads, one.file, one.index = self, file, key
         one.unique, one.size, one.is_done = unique, size, False
         one.skip = offset & (PAGE - 1)
         one.within = <uint32_t>((offset & <uint64_t>file.chunk_mask) - one.skip)
@@ -262,6 +289,8 @@ cdef class RemoteReads(PendingReply):
         cdef long others = lane.in_flight
         lane.in_flight = others + 1
         self.work[unique] = one, wanted.pid, opcode_key, one.since_s
+        if self.replicas.several:
+            one.watch(self.hedging)
         if not others:  # the store is idle
             way.send()
         elif way.count == 1:
@@ -302,9 +331,7 @@ cdef class RemoteReads(PendingReply):
             try:
                 is_good = fits(one, <const uint8_t *>said.buf, said.len, <const uint8_t *>view.buf, view.len)
                 if is_good:
-                    one.lane.in_flight -= 1
-                    one.is_done = True
-                    self.send_reply(one, <const uint8_t *>view.buf)
+                    one.replied(<const uint8_t *>view.buf)
             finally:
                 PyBuffer_Release(&view)
         finally:
@@ -341,7 +368,7 @@ cdef class RemoteReads(PendingReply):
         if requests.interrupted:
             requests.interrupted.pop(one.unique, None)
         requests.spent.add(opcode_of_reads, max(0.0, stopwatch_s() - one.since_s))
-        one.file = one.lane = None
+        one.file = one.lane = None  # nothing else refers to it: Hedging no longer does, nor the connection
         if len(self.spares) < SPARES_MAX:
             self.spares.append(one)
         return 0

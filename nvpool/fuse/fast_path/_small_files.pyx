@@ -20,15 +20,17 @@ from nvpool.core.clock import SystemClock
 from nvpool.core.errors import Stale
 from nvpool.core.units import CHAINS_PER_TABLE
 from nvpool.client.data import chunk_client as chunkclient
+from nvpool.client.data.replica_choice import BUSIER
 from nvpool.client.state import small_file_cache as contents
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.leases import ShardWatch
 from nvpool.client.state.vfs_types import FileHandle
 from nvpool.fuse.fast_path._leases cimport held_lease
 from nvpool.fuse.fast_path._read_requests cimport PAGE, Wanted, is_read
+from nvpool.fuse.fast_path._sent_reads cimport SentReads
 from nvpool.fuse.fast_path._slots cimport assign, get, place
 from nvpool.fuse.protocol.constants import Op
-from nvpool.rpc.transports._frame cimport PendingReply, ReplyTaker, note
+from nvpool.rpc.transports._frame cimport PendingReply, note
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
 from nvpool.rpc.transports.stream import StreamConnection
@@ -71,7 +73,6 @@ cdef enum:
     RESULT_BYTES = 16
     TOGETHER_MAX = 64           # reads that wait for the end of a burst
     BLOCKS_PER_BATCH = 48         # whose checksums are computed together
-    LANES_MAX = 4096
 
 cdef uint32_t opcode_of_reads = Op.READ
 cdef object opcode_key = int(Op.READ), method_key = int(DATA_READ)
@@ -80,7 +81,7 @@ cdef uint64_t small_bytes = contents.SMALL_BYTES
 cdef Py_ssize_t entry_bytes = contents._ENTRY_BYTES
 cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX
 cdef Py_ssize_t gather_bytes = chunkclient.GATHER_BYTES, part_bytes = chunkclient.PART_BYTES
-cdef Py_ssize_t halved_reads = chunkclient.HALVED_READS
+cdef Py_ssize_t halved_reads = chunkclient.HALVED_READS, busier = BUSIER
 cdef uint64_t chain_count = CHAINS_PER_TABLE
 cdef Py_ssize_t file_inode = place(OpenInode, "inode"), file_layout = place(OpenInode, "layout")
 cdef Py_ssize_t file_attr = place(OpenInode, "attr"), file_attr_born_s = place(OpenInode, "attr_born_s")
@@ -137,15 +138,14 @@ cdef class PendingSmallRead:
         return True
 
 
-cdef class SmallReadBatch(ReplyTaker):
+cdef class SmallReadBatch(SentReads):
     """The reads of one message: the receiver of the connection's reply."""
     cdef SmallFileReads reads
-    cdef object lane
     cdef list asked
     cdef uint32_t bytes
 
     cdef PendingReply take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
-        if not self.judge(message, message_bytes, payload, payload_bytes):
+        if self.jobs is not None or not self.judge(message, message_bytes, payload, payload_bytes):
             return None
         self.reads.finish(self, <const char *>payload)
         return self.reads
@@ -154,7 +154,7 @@ cdef class SmallReadBatch(ReplyTaker):
         """Handle a reply that was not taken from the buffer, or an error."""
         cdef Py_buffer said, came
         cdef bint is_good = False
-        if error is None:
+        if error is None and self.jobs is None:
             message, payload = reply.message, reply.payload
             PyObject_GetBuffer(message, &said, PyBUF_SIMPLE)
             try:
@@ -169,8 +169,17 @@ cdef class SmallReadBatch(ReplyTaker):
                 PyBuffer_Release(&said)
         if is_good:
             self.reads.path.some_ended()
-        else:
-            self.reads.path.small_reads_answered(self.lane, self.asked, reply, error)
+            return
+        if self.is_watched:
+            self.reads.hedging.came(self, error is None)
+        if self.jobs is None:
+            self.jobs = self.reads.path.as_ordinary(self.asked)
+        self.reads.chunks.answered(self.lane, self.jobs, reply, error)
+
+    def again(self, sent):
+        """Send the reads to another replica too; the slow path waits for both replies. Called by Hedging."""
+        self.jobs = self.reads.path.as_ordinary(self.asked)
+        self.reads.chunks.hedge(self)
 
     cdef bint judge(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload,
                     Py_ssize_t payload_bytes) noexcept:
@@ -209,8 +218,8 @@ cdef class SmallFileReads(PendingReply):
     """
     cdef readonly object path, requests
     cdef readonly uint64_t read_bytes, taken    # number of reads
-    cdef object _pages, _reader, _chunks, _contents, _short_circuit, _dialer, _replicas, _view, _known_map, _clock, _spent
-    cdef dict _files, _work, _paged, _leases_by_inode, _lanes, _pending, _counters, _contents_counters, scratches
+    cdef object _pages, _reader, chunks, _contents, _short_circuit, _dialer, _replicas, hedging, _clock, _spent
+    cdef dict _files, _work, _paged, _leases_by_inode, _pending, _counters, _contents_counters, scratches
     cdef object _kept
     cdef bytearray _buffer
     cdef int _fd
@@ -224,13 +233,13 @@ cdef class SmallFileReads(PendingReply):
         self.path, self.requests, self._pages, self._in_work_max = path, requests, ops.cached_pages, in_work_max
         self._fd, self._buffer, self._work, self._spent = requests.fd, requests.buffer, requests.work, requests.spent
         self._files, self._paged, self._leases_by_inode = ops.files.by_handle, ops.cached_pages.paged, vfs.leases.by_inode
-        self._reader, self._chunks, self._contents, self._short_circuit = vfs.reader, chunks, vfs.reader.contents, chunks.short
+        self._reader, self.chunks, self._contents, self._short_circuit = vfs.reader, chunks, vfs.reader.contents, chunks.short
         self._kept, self._contents_counters = self._contents.kept, self._contents.counters
-        self._dialer, self._replicas, self._view = chunks.dialer, chunks.replicas, chunks.view
+        self._dialer, self._replicas, self.hedging = chunks.dialer, chunks.replicas, chunks.hedging
         self._counters, self._clock = chunks.counters, chunks.clock
         self._is_system = type(chunks.clock) is SystemClock
         self._patience_s, self._attr_s, self._flags = chunks.options.deadline_s, vfs.options.attr_s, chunks.read_flags
-        self._lanes, self._pending, self.scratches = {}, {}, {}
+        self._pending, self.scratches = {}, {}
 
     cdef double now_s(self) except -1:
         return boottime_s() if self._is_system else self._clock.boottime_s()
@@ -265,7 +274,7 @@ cdef class SmallFileReads(PendingReply):
         if (not get(opened, handle_readable) or get(opened, handle_closed) or get(file, file_lost)
                 or get(file, file_encrypted) and get(file, file_key) is None
                 or get(file, file_written) is not None or get(file, file_fetching) is not None or get(file, file_located)
-                or requests.forwarded or self._replicas.several or len(self._work) >= self._in_work_max
+                or requests.forwarded or len(self._work) >= self._in_work_max
                 or PyBytes_GET_SIZE(<bytes?>get(file, file_grant)) != GRANT_BYTES):
             return False
         inode = get(file, file_inode)
@@ -282,7 +291,7 @@ cdef class SmallFileReads(PendingReply):
         # as ShortCircuitReads.want for a file of which nothing was read before
         if is_short and get(file, file_missed):
             return False
-        lane = self.lane_of(file, inode)
+        lane = self.lane_of(file, inode, now_s)
         if lane is None:
             return False
         # if reads wait there, it was checked; it is checked again when they are sent
@@ -337,29 +346,29 @@ cdef class SmallFileReads(PendingReply):
         until_s, watched_s = (<tuple>lease)[0], get(watch, watch_until_s)
         return now_s < min(until_s, watched_s) + <double>get(watch, watch_linger_s)
 
-    cdef object lane_of(self, file, inode):
+    cdef object lane_of(self, file, inode, double now_s):
         """Compiled `ChunkClient.find_lane`, for the first chunk; None: it is unknown."""
         cdef dict lanes = get(file, file_lanes)
         cdef PyObject *found = PyDict_GetItem(lanes, 0)
+        cdef uint64_t key
+        cdef Py_ssize_t count
         if found is not NULL:
             return <object>found
-        pool_map = self._view.map
-        if pool_map is not self._known_map or len(self._lanes) > LANES_MAX:
-            self._lanes.clear()
-            self._known_map = pool_map
-        key = <uint64_t>(<tuple>get(file, file_layout))[0] * chain_count + chunk_hash(inode, 0) % chain_count
-        found = PyDict_GetItem(self._lanes, key)
-        if found is not NULL:
-            lane = <object>found
-            lanes[0] = lane
-            return lane
+        replicas = self._replicas
+        if now_s < <double>replicas.choices_until_s:
+            key = <uint64_t>(<tuple>get(file, file_layout))[0] * chain_count + chunk_hash(inode, 0) % chain_count
+            found = PyDict_GetItem(<dict?>replicas.choices, key)
+            if found is not NULL:  # as Replicas.choose
+                choices = <tuple?><object>found
+                count = len(<tuple>choices)
+                lane = (<tuple>choices)[<Py_ssize_t>(<uint64_t>inode % <uint64_t>count)]
+                if count == 1 or <Py_ssize_t>lane.in_flight + len(<list?>lane.pending) < busier:
+                    lanes[0] = lane
+                    return lane
         try:
-            lane = self._chunks.find_lane(file, 0)
-            if len(self._chunks.chain(file, 0).readable) == 1:
-                self._lanes[key] = lane
+            return self.chunks.find_lane(file, 0)
         except Stale:
             return None
-        return lane
 
     cdef object connection_of(self, lane):
         """A connection over which a message can be sent to that target now, or None."""
@@ -418,7 +427,7 @@ cdef class SmallFileReads(PendingReply):
         if deadline_s > now_s:
             left_ms = <uint32_t>min((deadline_s - now_s) * 1000, <double>0xFFFFFFFF)
         connection = self.connection_of(lane) if left_ms else None
-        cdef uint64_t epoch = self._chunks.epoch
+        cdef uint64_t epoch = self.chunks.epoch
         is_plain = connection is not None and epoch != 0
         if is_plain:
             for one in asked:
@@ -446,7 +455,8 @@ cdef class SmallFileReads(PendingReply):
             put += 2 + GRANT_BYTES
         put = put_number(put, 0x22, count * READ_BYTES)
         together = SmallReadBatch.__new__(SmallReadBatch)
-        together.reads, together.lane, together.asked = self, lane, asked
+        together.sent_to(lane, count, now_s)
+        together.reads, together.asked = self, asked
         for at in range(count):
             one = <PendingSmallRead>asked[at]
             put64(put, get(one.file, file_inode))
@@ -463,6 +473,8 @@ cdef class SmallFileReads(PendingReply):
         self._counters["messages"] += 1
         self._counters["reads"] += count
         lane.in_flight += 1
+        if self._replicas.several:
+            together.watch(self.hedging)
         transport = connection.frames.transport
         if not transport.is_closing():
             transport.write(frame)
@@ -478,6 +490,8 @@ cdef class SmallFileReads(PendingReply):
         cdef double now_s = self.now_s()
         cdef bytes plain
         together.lane.in_flight -= 1
+        if together.is_watched:
+            together.came(self.hedging, now_s)
         for one in asked:
             if get(one.file, file_encrypted):
                 plain = self.plain(asked, <const uint8_t *>payload, together.bytes)

@@ -7,12 +7,14 @@ passed on a few at a time, and requests that arrive meanwhile are taken in betwe
 module was built (`_remote_reads`). The reference implementation is the slow path of every request
 (fuse/dispatch to client/data/chunk_client), which batches reads in messages and gives the same results.
 
-The fast path covers up to 128 KiB of one chunk with one replica whose store is known and connected (frames
-over TCP or a unix socket), without short-circuit reads; in a file above SMALL_BYTES with no data written
-here; at an offset that does not continue where the handle has read before. It also needs a reply with all of
-the blocks and their checksums, in the connection's buffer, which is wide while more than 64 KiB are
-requested, or outside that buffer. Any other outcome (an error, a hole, a block that does not fit, a
-connection that ends) is passed to the slow path as the reply, with the read's original deadline.
+The fast path covers up to 128 KiB of one chunk whose store is known and connected (frames over TCP or a unix
+socket), without short-circuit reads; in a file above SMALL_BYTES with no data written here; at an offset that
+does not continue where the handle has read before. The store is the one that the slow path would choose among
+the replicas. It also needs a reply with all of the blocks and their checksums, in the connection's buffer,
+which is wide while more than 64 KiB are requested, or outside that buffer. Any other outcome (an error, a
+hole, a block that does not fit, a connection that ends) is passed to the slow path as the reply, with the
+read's original deadline. A read that Hedging finds slow continues on the slow path, which asks another
+replica too.
 
 RemoteReadPath is the part of fuse/kernel/connection that uses this, on its loop (see fuse/fast_path/paths).
 """
@@ -54,7 +56,7 @@ class RemoteReadPath:
         self._ops = ops
         self._fallback = fallback
         self.compiled: Any = None
-        # called by the compiled module, with `read_answered`
+        # called by the compiled module, with `as_ordinary`
         self.read_ended = fallback.read_ended
         self.answer_refused = replies.answer_refused
         self.some_ended = some_ended
@@ -78,23 +80,10 @@ class RemoteReadPath:
             self.requests.read_bytes += compiled.read_bytes
             compiled.close()
 
-    def read_answered(
-        self,
-        unique: int,
-        lane,
-        file,
-        index: int,
-        within: int,
-        span: int,
-        skip: int,
-        size: int,
-        deadline_s: float,
-        reply,
-        error: BaseException | None,
-    ) -> None:
-        """Pass a store's reply, or an error, to the slow path, as if that had sent the request."""
+    def as_ordinary(
+        self, unique: int, file, index: int, within: int, span: int, skip: int, size: int, deadline_s: float
+    ) -> Read:
+        """Let the slow path continue with a read that was sent, as if that had sent the request."""
         coming = BlocksFuture(skip, size)
         self._fallback.wait_for(coming, unique)
-        self._ops.chunks.answered(
-            lane, [Read(file, index, within, span, None, coming, deadline_s)], reply, error
-        )
+        return Read(file, index, within, span, None, coming, deadline_s)

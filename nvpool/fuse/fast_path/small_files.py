@@ -9,11 +9,12 @@ implementation is the slow path of every request (fuse/dispatch to client/read/r
 results.
 
 The fast path covers a read of a file of up to SMALL_BYTES that is neither cached nor being fetched, with no
-data written here, whose size is known, with one replica whose store is known and connected (frames over TCP
-or a unix socket), and of which short-circuit reads have read nothing. It also needs a reply with all
-requested bytes and their checksums. Any other outcome (an error, a hole, a block that does not fit, a
-connection that ends) is passed to the slow path as the reply, for all reads of the message. As with
-reader.WholeFileFetch, several readers may wait for the same bytes.
+data written here, whose size is known, whose store is known and connected (frames over TCP or a unix socket),
+and of which short-circuit reads have read nothing. The store is the one that the slow path would choose among
+the replicas. It also needs a reply with all requested bytes and their checksums. Any other outcome (an error,
+a hole, a block that does not fit, a connection that ends) is passed to the slow path as the reply, for all
+reads of the message. A message that Hedging finds slow continues on the slow path, which asks another replica
+too. As with reader.WholeFileFetch, several readers may wait for the same bytes.
 
 SmallFileReadPath is the part of fuse/kernel/connection that uses this, on its loop (see fuse/fast_path/paths).
 """
@@ -54,7 +55,7 @@ class SmallFileReadPath:
         self._ops = ops
         self._fallback = fallback
         self.compiled: Any = None
-        # called by the compiled module, with `small_reads_go_on` and `small_reads_answered`
+        # called by the compiled module, with `small_reads_go_on` and `as_ordinary`
         self.read_ended = fallback.read_ended
         self.read_otherwise = fallback.read_otherwise
         self.answer_refused = replies.answer_refused
@@ -85,7 +86,7 @@ class SmallFileReadPath:
 
     def small_reads_go_on(self, lane, asked: list) -> None:
         """Continue, on the slow path, reads that cannot be sent by the compiled module after all."""
-        reads = [self._as_ordinary(one) for one in asked]
+        reads = self.as_ordinary(asked)
         try:
             self._ops.chunks.send(lane, reads)
         except Exception as error:  # a bug: report it to those that wait
@@ -93,9 +94,9 @@ class SmallFileReadPath:
                 if not read.future.done():
                     read.future.set_exception(error)
 
-    def small_reads_answered(self, lane, asked: list, reply, error: BaseException | None) -> None:
-        """Pass a store's reply, or an error, to the slow path, as if that had sent the request."""
-        self._ops.chunks.answered(lane, [self._as_ordinary(one) for one in asked], reply, error)
+    def as_ordinary(self, asked: list) -> list[Read]:
+        """Let the slow path continue with reads that were sent, as if that had sent the request."""
+        return [self._as_ordinary(one) for one in asked]
 
     def _as_ordinary(self, one) -> Read:
         below = self._ops.knows_by
