@@ -133,7 +133,7 @@ class Replicas:
     def choose(self, file: OpenInode, index: int) -> ReadQueue:
         """The target queue of the chunk's best replica; as `best`, with the choices for its chain cached.
 
-        StaleEpoch.
+        StaleEpoch: the map knows no chain of this number, or none of its targets can be read.
         """
         until_s = self.choices_until_s
         if until_s < inf and self._now_s() >= until_s:
@@ -143,6 +143,8 @@ class Replicas:
         choices = self.choices.get(key)
         if choices is None:
             targets = self.of_chain(file, number).readable
+            if not targets:
+                raise StaleEpoch(f"no target of chain {number} can be read; a newer map may have one")
             choices = self.choices[key] = tuple(
                 self._first_of(targets, first) for first in range(len(targets))
             )

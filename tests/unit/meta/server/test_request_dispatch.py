@@ -17,7 +17,7 @@ from nvpool.core.errors import Busy, DriveFailed, Fenced, NoSpace, NotFound, Too
 from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.kv.memory_engine import MemoryKv
 from nvpool.meta.server.service import MetaOptions, MetaService
-from nvpool.meta.server.shard_member import MemberFastPath as member_fast_path
+from nvpool.meta.server.shard_member import MemberFastPath
 from nvpool.meta.state import records
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.error_codec import decode_error
@@ -751,7 +751,7 @@ async def test_member_hands_frames_to_its_commit_gate(bench):
 
     def taken():
         out = []
-        member_fast_path(member).answer(bytearray(frame), len(frame), {}, bench.stats, out, bench.ordinary)
+        MemberFastPath(member).answer(bytearray(frame), len(frame), {}, bench.stats, out, bench.ordinary)
         return len(out)
 
     assert not taken()
