@@ -16,7 +16,7 @@ from nvpool.testing.sim.scenario import few_chains
 from nvpool.testing.sim.virtual_time_loop import VirtualLoop
 
 ME = Caller(1000, 1000)
-OPTIONS = ClientOptions(deadline_s=30.0, transport="inproc", short_circuit=False, fresh_s=0.0, attr_s=0.0)
+OPTIONS = ClientOptions(deadline_s=30.0, transport="stream", short_circuit=False, fresh_s=0.0, attr_s=0.0)
 CUT_S, WRITE_S = 45.0, 15.0
 
 

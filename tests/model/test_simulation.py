@@ -65,7 +65,7 @@ def test_same_seed_repeats_in_another_process():
         ).stdout
         for number in (1, 2)
     ]
-    assert said[0] == said[1] and "frames" in said[0]
+    assert said[0] == said[1] and "segments" in said[0]
 
 
 def test_clock_advances_for_a_tiny_sleep():

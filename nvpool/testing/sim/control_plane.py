@@ -32,11 +32,12 @@ from nvpool.poolmap.model import PoolMap, decode_map, encode_map
 from nvpool.rpc.api import Call, Greeting
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
-from nvpool.testing.sim.endpoints import supervisor_endpoints, transports_of
+from nvpool.testing.sim.endpoints import endpoint_of, supervisor_endpoints
 from nvpool.testing.sim.etcd import MEMBERS, SimCalls, SimEtcd
 from nvpool.testing.sim.invariants import Invariants
-from nvpool.testing.sim.network import SimTransport, SimulatedNetwork
-from nvpool.testing.sim.simulated_process import KV_STEPS, CrashPointProxy, Killed, Process
+from nvpool.testing.sim.network import SimulatedNetwork
+from nvpool.testing.sim.simulated_process import KV_STEPS, CrashPointProxy, Killed, Process, ProcessHandler
+from nvpool.testing.sim.stream_transport import SimulatedTransport, transports_of
 from nvpool.testing.sim.virtual_time_loop import VirtualLoop
 
 FOLLOW_S = 2.0
@@ -171,7 +172,7 @@ class OneManager:
         return self._coordinator.pool_map if self._coordinator is not None else self._pool.first_map
 
     def endpoints(self, node: int) -> tuple[str, ...]:
-        return (f"inproc://{self.NAME}",)
+        return (endpoint_of(self.NAME),)
 
     async def begin(self, first_map: PoolMap) -> None:
         await self.start(self.NAME)
@@ -210,7 +211,7 @@ class OneManager:
         )
         for work in (manager.run(), keeper.run(), shards.run(), self._look(coordinator, manager)):
             pool.own(process, work)
-        await SimTransport(pool.network, name, clock).listen(
+        await SimulatedTransport(pool.network, name, clock).listen(
             self.endpoints(0)[0],
             Greeting(name, pool.first_map.fingerprint),
             partial(self._answer, process, coordinator),
@@ -355,7 +356,7 @@ class Supervisors:
         )
         for endpoint in self.endpoints(node):
             await transports[endpoint.partition(":")[0]].listen(
-                endpoint, greeting, process.taking(partial(self._answer, supervisor))
+                endpoint, greeting, ProcessHandler(process, partial(self._answer, supervisor))
             )
         supervisor.ready.set()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nvpool.core.endpoint import parse_endpoint
 from nvpool.poolmap.shards.members import process_name
-from nvpool.testing.sim.endpoints import listener_of, supervisor_endpoints
+from nvpool.testing.sim.endpoints import address_of, supervisor_endpoints
 from nvpool.testing.sim.pool import SimPool
 
 NEVER_BROKEN = ("client", "judge")
@@ -114,15 +114,16 @@ class EndpointFaults:
 
     def _break(self, endpoint: str, mode: str) -> None:
         where = parse_endpoint(endpoint)
-        self._pool.network.broken[endpoint] = mode
+        address = address_of(where)
+        self._pool.network.broken[address] = mode
         if mode == "gone" and where.scheme.endswith("+unix"):
             Path(where.path).unlink(missing_ok=True)
         if mode != "silent" or self._chance.random() < 0.5:
-            self._pool.network.hang_up_at(listener_of(endpoint))
+            self._pool.network.hang_up_at(address)
 
     def _mend(self, endpoint: str) -> None:
         where = parse_endpoint(endpoint)
-        self._pool.network.broken.pop(endpoint, None)
+        self._pool.network.broken.pop(address_of(where), None)
         if where.scheme.endswith("+unix"):
             Path(where.path).touch()
 

@@ -22,7 +22,9 @@ class Invariants:
         self.moved = 0
         """Number of partitions that were handed over."""
         self.answers = 0
-        """Number of replies by primaries."""
+        """Number of replies by primaries, or of batches of them on the fast path."""
+        self.fast_answers = 0
+        """Number of replies on the fast path of shards, see meta/server/fast_path."""
         self.events: deque[str] = deque(maxlen=EVENTS_KEPT)
         """The last events, for the search for a cause."""
         self._newest: PoolMap | None = None

@@ -1,9 +1,9 @@
 """SimPool: management, metadata, stores and clients as processes of simulated nodes, on one virtual loop.
 
 Services, clients, management (`sim/control_plane`), members of shards and their engines (on files in a
-directory in memory), the transport contract and message formats are real. Time, network, etcd, the drives of stores
-(fakes in memory, whose calls are steps at which a process can die), and the start and the monitoring of
-processes are simulated. Used by `sim/scenario`.
+directory in memory), and connections with their frames and fast paths are real. Time, the byte streams of the
+network, etcd, the drives of stores (fakes in memory, whose calls are steps at which a process can die), and
+the start and the monitoring of processes are simulated. Used by `sim/scenario`.
 """
 
 from __future__ import annotations
@@ -45,23 +45,32 @@ from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.lease_renewal import LeaseCalls
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
+from nvpool.security.tls import PLAIN_TEXT
 from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.replication.reachability import ReachabilityProbe
 from nvpool.store.server.service import StoreService
 from nvpool.store.server.serving_lease import ServingLease
 from nvpool.testing.sim.control_plane import FOLLOW_S, ControlPlane, OneManager, Supervisors, until_changed
-from nvpool.testing.sim.endpoints import host_of, member_of, transports_of
+from nvpool.testing.sim.endpoints import endpoint_of, host_of, member_of
 from nvpool.testing.sim.invariants import Invariants
-from nvpool.testing.sim.network import SimTransport, SimulatedNetwork
+from nvpool.testing.sim.network import SimulatedNetwork
 from nvpool.testing.sim.shard_members import (
     MemberDrive,
-    Overheard,
+    OverheardMember,
     SimulatedEngineRuntime,
     bury,
     engine_options,
     make_primary,
 )
-from nvpool.testing.sim.simulated_process import STORE_STEPS, CrashPointProxy, Killed, Process, is_death
+from nvpool.testing.sim.simulated_process import (
+    STORE_STEPS,
+    CrashPointProxy,
+    Killed,
+    Process,
+    ProcessHandler,
+    is_death,
+)
+from nvpool.testing.sim.stream_transport import SimulatedTransport, transports_of
 from nvpool.testing.sim.virtual_time_loop import VirtualClock, VirtualLoop
 
 CHUNK_BYTES = 64 * 1024
@@ -79,7 +88,7 @@ def _shard(number: int, standbys: int, nodes: int) -> Shard:
     """Return a shard whose members are on different nodes, as far as there are enough."""
 
     def place(member: int) -> tuple[int, tuple[str, ...]]:
-        return (number + member - 1) % nodes + 1, (f"inproc://{process_name(number, member)}",)
+        return (number + member - 1) % nodes + 1, (endpoint_of(process_name(number, member)),)
 
     return Shard(
         number,
@@ -147,7 +156,7 @@ class SimPool:
         self._clients: dict[str, Client] = {}
         self._dialers: dict[str, Dialer] = {}
         self._ending: set[asyncio.Task] = set()
-        self._options = options or ClientOptions(deadline_s=30.0, transport="inproc", short_circuit=False)
+        self._options = options or ClientOptions(deadline_s=30.0, transport="stream", short_circuit=False)
         loop.set_exception_handler(self._went_wrong)
 
     def _first_map(self, count: int, standbys: int, shards: int) -> PoolMap:
@@ -163,7 +172,7 @@ class SimPool:
         )
         drives = tuple(Drive(number, number, f"memory-{number}", 64 * MIB) for number in range(1, count + 1))
         targets = tuple(
-            Target(number, number, number, 64 * MIB, (f"inproc://target-{number}",))
+            Target(number, number, number, 64 * MIB, (endpoint_of(f"target-{number}"),))
             for number in range(1, count + 1)
         )
         tables = tuple(build_table(targets, number) for number in range(1, self.replicas + 1))
@@ -219,7 +228,7 @@ class SimPool:
 
     def _another_dialer(self, process: Process, clock: Clock) -> Dialer:
         return Dialer(
-            Greeting(process.name, self.first_map.fingerprint),
+            Greeting(process.name, self.first_map.fingerprint, identity=PLAIN_TEXT),
             clock=clock,
             host_id=host_of(process.node),
             transports=transports_of(self.network, process.name, clock),
@@ -307,7 +316,7 @@ class SimPool:
             serving_lease=serving_lease,
         )
         await self.loop.create_task(
-            self._serve(process, clock, service, f"inproc://target-{number}"), context=process.context
+            self._serve(process, clock, service, endpoint_of(process.name)), context=process.context
         )
         reach = ReachabilityProbe(
             service.replica.peers, self._another_dialer(process, clock), clock, on_change=lambda: None
@@ -458,12 +467,11 @@ class SimPool:
                 self.failures.append(f"{process.name} cannot begin: {error!r}")
             fail(str(error))
             return
-        await SimTransport(self.network, process.name, clock).listen(
-            f"inproc://{process.name}",
+        overheard = OverheardMember(serving, member, shard, self.invariants)
+        await SimulatedTransport(self.network, process.name, clock).listen(
+            endpoint_of(process.name),
             Greeting(process.name, self.first_map.fingerprint),
-            process.taking(
-                lambda call: serving.handle(Overheard(call, serving, member, shard, self.invariants))
-            ),
+            ProcessHandler(process, overheard.handle, overheard.answer_fast),
         )
         self.own(process, self._follow(process, serving, dialer, clock, asyncio.Event()))
 
@@ -493,8 +501,10 @@ class SimPool:
         try:
             await service.start()
             greeting = Greeting(process.name, self.first_map.fingerprint)
-            await SimTransport(self.network, process.name, clock).listen(
-                endpoint, greeting, process.taking(service.handle)
+            await SimulatedTransport(self.network, process.name, clock).listen(
+                endpoint,
+                greeting,
+                ProcessHandler(process, service.handle, service.fast_path and service.fast_path.answer),
             )
         except Killed:
             pass  # the process died while it started

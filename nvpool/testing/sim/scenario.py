@@ -53,7 +53,7 @@ from nvpool.testing.sim.workloads.namespace import NamespaceWorkload
 from nvpool.testing.sim.workloads.quotas import Quotas
 from nvpool.testing.sim.workloads.shard_changes import ShardOperator
 
-OPTIONS = ClientOptions(deadline_s=30.0, transport="inproc", short_circuit=False, fresh_s=0.0, attr_s=0.0)
+OPTIONS = ClientOptions(deadline_s=30.0, transport="stream", short_circuit=False, fresh_s=0.0, attr_s=0.0)
 CHAINS = 32
 """Chains of a table."""
 MOVING_SHARE = 0.5
@@ -324,7 +324,8 @@ def simulated(seed: int, **named) -> tuple[list[str], dict[str, int], list[str]]
         try:
             scenario = Scenario(loop, seed, **named)
             problems = loop.run_until_complete(scenario.run())
-            scenario.done["frames"] = scenario.pool.network.frames
+            scenario.done["fast"] = scenario.pool.invariants.fast_answers
+            scenario.done["segments"] = scenario.pool.network.segments
             return problems, scenario.done, list(scenario.pool.invariants.events)
         finally:
             asyncio.set_event_loop(None)

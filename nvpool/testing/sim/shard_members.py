@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nvpool.core.errors import Refused
 from nvpool.kv.journal import Journal
@@ -24,6 +25,11 @@ from nvpool.rpc.v1 import wire_pb2
 from nvpool.testing.sim.invariants import Invariants
 from nvpool.testing.sim.simulated_process import Killed, Process
 from nvpool.testing.sim.virtual_time_loop import VirtualLoop, VirtualThread
+
+if TYPE_CHECKING:
+    from nvpool.rpc.multiplexer import InboundCall
+    from nvpool.rpc.stats import ReplyStats
+    from nvpool.rpc.transports.frame_fast_path import FastPath
 
 SECTOR = 512
 _SPEAKS_OF_NOTHING = frozenset((wire_pb2.META_SHIP, wire_pb2.META_FOLLOW, wire_pb2.META_STATUS))
@@ -131,26 +137,58 @@ class _Tree(LmdbTree):
         return super().write(values, mark, stepped)
 
 
-class Overheard:
-    """Call to a member that reports the member's replies as a primary to the invariants."""
+class OverheardMember:
+    """Requests to a member, whose replies as a primary are reported to the invariants."""
 
-    def __init__(
-        self, call: Call, member: ShardMember, number: int, shard: int, invariants: Invariants
-    ) -> None:
-        self._call = call
+    def __init__(self, member: ShardMember, number: int, shard: int, invariants: Invariants) -> None:
         self._member = member
         self._number = number
         self._shard = shard
         self._invariants = invariants
 
+    def handle(self, call: Call) -> None:
+        self._member.handle(_OverheardCall(call, self))
+
+    @property
+    def answer_fast(self) -> FastPath | None:
+        """Fast path of the member; None: not compiled."""
+        return self._answer_fast if self._member.fast_path is not None else None
+
+    def _answer_fast(
+        self,
+        buffer: bytearray,
+        end: int,
+        in_work: dict[int, InboundCall],
+        reply_stats: ReplyStats,
+        out: list[Buffer],
+        side: Any,
+    ) -> int:
+        before = len(out)
+        taken = self._member.fast_path.answer(buffer, end, in_work, reply_stats, out, side)
+        if taken:
+            self._invariants.fast_answers += len(out) - before
+            self.note()
+        return taken
+
+    def note(self) -> None:
+        """Report a reply, if the member is a primary."""
+        kv = self._member.kv
+        if kv is not None:
+            committed = kv.history.committed if kv.history is not None else kv.sequence
+            self._invariants.answered(self._shard, self._number, self._member.term, committed)
+
+
+class _OverheardCall:
+    def __init__(self, call: Call, overheard: OverheardMember) -> None:
+        self._call = call
+        self._overheard = overheard
+
     def __getattr__(self, name: str):
         return getattr(self._call, name)
 
     def _note(self) -> None:
-        kv = self._member.kv
-        if kv is not None and self._call.method not in _SPEAKS_OF_NOTHING:
-            committed = kv.history.committed if kv.history is not None else kv.sequence
-            self._invariants.answered(self._shard, self._number, self._member.term, committed)
+        if self._call.method not in _SPEAKS_OF_NOTHING:
+            self._overheard.note()
 
     def reply(self, message: Buffer = b"", payload=()) -> None:
         self._note()

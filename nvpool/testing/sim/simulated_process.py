@@ -11,9 +11,15 @@ import asyncio
 import contextvars
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvpool.testing.sim.virtual_time_loop import ON_BEHALF, VirtualLoop
+
+if TYPE_CHECKING:
+    from nvpool.rpc.api import Buffer, Call
+    from nvpool.rpc.multiplexer import InboundCall
+    from nvpool.rpc.stats import ReplyStats
+    from nvpool.rpc.transports.frame_fast_path import FastPath
 
 
 class Killed(BaseException):
@@ -65,21 +71,48 @@ class Process:
         if self.held is None and self.alive:
             self.held = []
 
-    def taking(self, handle: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return the request handler `handle` as this process runs it."""
-
-        def take(call: Any) -> None:
-            handle(call)
-            then, self.when_asked = self.when_asked, None
-            if then is not None:
-                then()
-
-        return take
+    def was_asked(self) -> None:
+        """Note that the process has taken a request."""
+        then, self.when_asked = self.when_asked, None
+        if then is not None:
+            then()
 
     def go_on(self) -> None:
         held, self.held = self.held, None
         if held:
             self._loop.go_on(held)
+
+
+class ProcessHandler:
+    """Request handler of a process, for its listener."""
+
+    def __init__(
+        self, process: Process, handle: Callable[[Call], None], answer_fast: FastPath | None = None
+    ) -> None:
+        """`answer_fast`: fast path of the service, see Handler in rpc/api; None: every request takes the slow path."""
+        self._process = process
+        self._handle = handle
+        self._answer = answer_fast
+        self.fast_path = self._answer_fast if answer_fast is not None else None
+
+    def __call__(self, call: Call) -> None:
+        self._handle(call)
+        self._process.was_asked()
+
+    def _answer_fast(
+        self,
+        buffer: bytearray,
+        end: int,
+        in_work: dict[int, InboundCall],
+        reply_stats: ReplyStats,
+        out: list[Buffer],
+        side: Any,
+    ) -> int:
+        assert self._answer is not None
+        taken = self._answer(buffer, end, in_work, reply_stats, out, side)
+        if taken:
+            self._process.was_asked()
+        return taken
 
 
 class CrashPointProxy:
