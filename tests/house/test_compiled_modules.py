@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,17 @@ def test_extension_is_newer_than_its_source(source):
 def test_build_inputs_are_in_the_package(path):
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert f"*{path.suffix}" in data["*"], "pyproject.toml does not name it"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_clock_in_c_is_that_of_the_process(source):
+    """A simulated process has another clock than the machine's, so C asks first which one it is."""
+    calls = re.compile(r"(?<![\w.])(?:boottime_s|wall_ns)\(\)")
+    for number, line in enumerate(source.read_text().splitlines(), 1):
+        if calls.search(line) and not line.rstrip().endswith("nogil"):
+            assert re.search(r"\bif (?:self\.)?_?is_system else\b", line), (
+                f"{source.name}:{number}: {line.strip()}"
+            )
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

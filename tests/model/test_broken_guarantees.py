@@ -17,7 +17,7 @@ from nvpool.meta.migration import destination as migration_destination
 from nvpool.meta.migration import ownership as partition_ownership
 from nvpool.meta.migration import source as migration_source
 from nvpool.meta.requests import change_handlers
-from nvpool.meta.server import commit_gate
+from nvpool.meta.server import commit_gate, shard_member
 from nvpool.meta.state import record_locks, striped_dirs
 from nvpool.meta.transactions import participant
 from nvpool.node.coordination import leadership
@@ -77,6 +77,18 @@ def test_shard_that_loses_acknowledged_changes_is_found(monkeypatch):
 def test_primary_that_ignores_its_lease_is_found(monkeypatch):
     monkeypatch.setattr(commit_gate.CommitGate, "open", lambda self: not self.closed)
     assert found(range(1, 41), standbys=1, kinds={"stop_asked": 1}, of="meta")
+
+
+@pytest.mark.compiled
+def test_fast_path_without_commit_gate_is_found(monkeypatch):
+    """The fast path also answers for a primary with a standby, before the standby has the change."""
+
+    def answer(self, *arguments):
+        service = self._member.service
+        return 0 if service is None else service.fast_path.answer(*arguments)
+
+    monkeypatch.setattr(shard_member._MemberFastPath, "answer", answer)
+    assert found(range(1, 41), standbys=1, shards=1, moving=False, kinds={"fade": 1}, of="meta")
 
 
 def test_target_that_ignores_its_lease_is_found(monkeypatch):

@@ -12,6 +12,7 @@ from nvpool.core.compiled_loader import IS_PURE, PURE_VARIABLE
 from nvpool.testing.sim.scenario import simulate
 from nvpool.testing.sim.virtual_time_loop import Stuck, VirtualLoop
 from nvpool.testing.sim.workloads.file_data import Blocks, Sizes
+from nvpool.testing.sim.workloads.namespace import NamespaceWorkload
 from nvpool.testing.sim.workloads.quotas import Quotas
 
 SEEDS = range(1, 13)
@@ -66,6 +67,22 @@ def test_same_seed_repeats_in_another_process():
         for number in (1, 2)
     ]
     assert said[0] == said[1] and "segments" in said[0]
+
+
+@pytest.mark.compiled
+def test_shards_answer_on_the_fast_path():
+    problems, done = simulate(
+        3,
+        seconds=10.0,
+        standbys=0,
+        shards=1,
+        moving=False,
+        volumes=False,
+        kinds={"kill": 1, "cut": 1},
+        only=(NamespaceWorkload, Sizes),
+    )
+    assert not problems
+    assert done["fast"] > 100 and done["names"] > 50
 
 
 def test_clock_advances_for_a_tiny_sleep():

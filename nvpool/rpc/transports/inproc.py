@@ -1,8 +1,9 @@
-"""Transport `inproc://name`: both ends on one event loop, for tests and simulations of whole pools.
+"""Transport `inproc://name`: both ends on one event loop, for tests.
 
 It behaves as the other transports do: everything is copied at the border, nothing is delivered before the
 sender's loop iteration has ended, greetings are checked, and deadlines, cancellation, bounds and draining
-work alike. `faults` may delay or drop each frame. The pool may run on simulated time.
+work alike. `faults` may delay or drop each frame. Simulated pools use the stream transport on simulated
+sockets instead (testing/sim/stream_transport).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _Frame = TypeVarTuple("_Frame")
 class InprocTransport:
     """In-process transport. Only connections of the same instance see its listeners by name.
 
-    There is usually one instance per process, and one per simulated pool in simulations.
+    There is usually one instance per process.
     """
 
     scheme = "inproc"
@@ -86,7 +87,7 @@ class InprocConnection(ClientConnection):
     def __init__(self, transport: InprocTransport, endpoint: str, name: str) -> None:
         super().__init__(asyncio.get_running_loop(), Peer(name, endpoint, True), transport.clock)
         self.carry = transport.carry
-        """Carries frames to the other end; simulations replace it."""
+        """Carries frames to the other end."""
         self.server_side: _InprocServed
 
     def _send_request(

@@ -198,9 +198,8 @@ class SimulatedNetwork:
 class _SocketOptions:
     """Socket of a stream end, as far as the product sets options of it."""
 
-    family = socket.AF_INET
-
-    def __init__(self) -> None:
+    def __init__(self, family: int) -> None:
+        self.family = family
         self.resets = False
         """Whether a close resets the connection (SO_LINGER with a time of 0), so that nothing is sent afterwards."""
 
@@ -230,7 +229,7 @@ class StreamEnd(asyncio.Transport):
         self._loop = network.loop
         self._context = network.contexts.get(process, network.kernel)
         self._protocol: asyncio.BufferedProtocol | None = None
-        self._options = _SocketOptions()
+        self._options = _SocketOptions(socket.AF_UNIX if "+unix://" in address else socket.AF_INET)
         self._closing = False
         """Whether the process can neither write nor read any more."""
         self._gone = False
@@ -455,7 +454,7 @@ class StreamEnd(asyncio.Transport):
         if self._reading_paused or self._closing or protocol is None:
             return
         if received:
-            buffer = protocol.get_buffer(-1)
+            buffer = memoryview(protocol.get_buffer(-1))
             count = min(len(buffer), len(received))
             buffer[:count] = received[:count]
             del received[:count]

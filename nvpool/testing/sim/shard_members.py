@@ -163,8 +163,9 @@ class OverheardMember:
         out: list[Buffer],
         side: Any,
     ) -> int:
-        before = len(out)
-        taken = self._member.fast_path.answer(buffer, end, in_work, reply_stats, out, side)
+        fast_path, before = self._member.fast_path, len(out)
+        assert fast_path is not None
+        taken = fast_path.answer(buffer, end, in_work, reply_stats, out, side)
         if taken:
             self._invariants.fast_answers += len(out) - before
             self.note()
