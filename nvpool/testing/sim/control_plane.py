@@ -32,12 +32,16 @@ from nvpool.poolmap.model import PoolMap, decode_map, encode_map
 from nvpool.rpc.api import Call, Greeting
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
-from nvpool.testing.sim.endpoints import endpoint_of, supervisor_endpoints
 from nvpool.testing.sim.etcd import MEMBERS, SimCalls, SimEtcd
 from nvpool.testing.sim.invariants import Invariants
 from nvpool.testing.sim.network import SimulatedNetwork
 from nvpool.testing.sim.simulated_process import KV_STEPS, CrashPointProxy, Killed, Process, ProcessHandler
-from nvpool.testing.sim.stream_transport import SimulatedTransport, transports_of
+from nvpool.testing.sim.stream_transport import (
+    SimulatedTransport,
+    endpoint_of,
+    supervisor_endpoints,
+    transports_of,
+)
 from nvpool.testing.sim.virtual_time_loop import VirtualLoop
 
 FOLLOW_S = 2.0

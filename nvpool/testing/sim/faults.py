@@ -12,8 +12,8 @@ from pathlib import Path
 
 from nvpool.core.endpoint import parse_endpoint
 from nvpool.poolmap.shards.members import process_name
-from nvpool.testing.sim.endpoints import address_of, supervisor_endpoints
 from nvpool.testing.sim.pool import SimPool
+from nvpool.testing.sim.stream_transport import address_of, supervisor_endpoints
 
 NEVER_BROKEN = ("client", "judge")
 

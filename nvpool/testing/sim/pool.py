@@ -51,7 +51,6 @@ from nvpool.store.replication.reachability import ReachabilityProbe
 from nvpool.store.server.service import StoreService
 from nvpool.store.server.serving_lease import ServingLease
 from nvpool.testing.sim.control_plane import FOLLOW_S, ControlPlane, OneManager, Supervisors, until_changed
-from nvpool.testing.sim.endpoints import endpoint_of, host_of, member_of
 from nvpool.testing.sim.invariants import Invariants
 from nvpool.testing.sim.network import SimulatedNetwork
 from nvpool.testing.sim.shard_members import (
@@ -70,7 +69,13 @@ from nvpool.testing.sim.simulated_process import (
     ProcessHandler,
     is_death,
 )
-from nvpool.testing.sim.stream_transport import SimulatedTransport, transports_of
+from nvpool.testing.sim.stream_transport import (
+    SimulatedTransport,
+    endpoint_of,
+    host_of,
+    member_of,
+    transports_of,
+)
 from nvpool.testing.sim.virtual_time_loop import VirtualClock, VirtualLoop
 
 CHUNK_BYTES = 64 * 1024

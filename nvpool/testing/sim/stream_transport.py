@@ -2,9 +2,12 @@
 
 Both ends of a connection are the product's: frames, checksums, the request tables, and the fast paths that a
 listener asks, compiled if they are built. Only sockets and TLS are left out. Over TCP the listener sees the
-certificate of the peer's node (`Peer.member`), as with TLS; over a unix socket it sees none. Endpoints of the
-scheme `grpc` carry the same frames here: they stand for a transport of a lower rank. Used by `sim/pool` and
-`sim/control_plane`.
+certificate of the peer's node (`Peer.member`), as with TLS; over a unix socket it sees none.
+
+Every process has a TCP endpoint. A supervisor also has a unix socket, and an endpoint of the scheme `grpc`,
+which carries the same frames here: it stands for a transport of a lower rank. `sim/faults` breaks and repairs
+them one by one. A daemon reaches its own supervisor over TCP, with the name of its node, while the unix socket
+is broken. Used by `sim/pool`, `sim/control_plane` and `sim/faults`.
 """
 
 from __future__ import annotations
@@ -26,10 +29,35 @@ from nvpool.rpc.transports.stream import (
     StreamTransport,
     UnixStreamTransport,
 )
-from nvpool.testing.sim.endpoints import address_of, member_of
 from nvpool.testing.sim.network import Server, SimulatedNetwork, StreamEnd
 
 GRPC_RANK = 10
+
+
+def endpoint_of(process: str) -> str:
+    """Return the endpoint of a process that has one."""
+    return f"stream://{process}:1"
+
+
+def supervisor_endpoints(directory: Path, node: int) -> tuple[str, ...]:
+    """Return endpoints, best first: a unix socket in `directory`, and two that other nodes reach too."""
+    name = f"supervisor-{node}"
+    return f"stream+unix://{directory}/{name}.sock?host=host-{node}", endpoint_of(name), f"grpc://{name}:1"
+
+
+def address_of(where: Endpoint) -> str:
+    """Return the address of an endpoint in the simulated network."""
+    return f"{where.scheme}://{where.path or where.host}"
+
+
+def host_of(place: str) -> str:
+    """Return the id of the host that is this node."""
+    return "host" + place.removeprefix("node")
+
+
+def member_of(place: str) -> str:
+    """Return the name in the certificate of a pool node's processes; empty for other hosts."""
+    return f"node/{place}" if place[5:].isdigit() else ""
 
 
 class SimulatedListener(StreamListener):
