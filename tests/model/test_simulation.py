@@ -73,7 +73,6 @@ def test_same_seed_repeats_in_another_process():
 def test_shards_answer_on_the_fast_path():
     problems, done = simulate(
         3,
-        seconds=10.0,
         standbys=0,
         shards=1,
         moving=False,
@@ -82,7 +81,7 @@ def test_shards_answer_on_the_fast_path():
         only=(NamespaceWorkload, Sizes),
     )
     assert not problems
-    assert done["fast"] > 100 and done["names"] > 50
+    assert done["fast"] > 50 and done["names"] > 30
 
 
 def test_clock_advances_for_a_tiny_sleep():
