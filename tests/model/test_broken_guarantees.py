@@ -88,7 +88,16 @@ def test_fast_path_without_commit_gate_is_found(monkeypatch):
         return 0 if service is None else service.fast_path.answer(*arguments)
 
     monkeypatch.setattr(shard_member._MemberFastPath, "answer", answer)
-    assert found(range(1, 41), standbys=1, shards=1, moving=False, kinds={"fade": 1}, of="meta")
+    assert found(
+        range(1, 41),
+        standbys=1,
+        shards=1,
+        moving=False,
+        kinds={"fade": 1},
+        of="meta",
+        only=(name_workload.NamespaceWorkload,),
+        clients=6,
+    )
 
 
 def test_target_that_ignores_its_lease_is_found(monkeypatch):

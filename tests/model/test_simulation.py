@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 
@@ -53,20 +54,33 @@ def test_removed_volume_leaves_nothing_behind():
     assert done["volumes"] > 20 and done["quotas"] and done["removed"]
 
 
+def printed(seed: int, **environment: str) -> str:
+    """The result of a seed in another process."""
+    return subprocess.run(
+        [sys.executable, "-m", "nvpool.testing.sim.scenario", str(seed)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        check=True,
+    ).stdout
+
+
 @pytest.mark.t3
 def test_same_seed_repeats_in_another_process():
     said = [
-        subprocess.run(
-            [sys.executable, "-m", "nvpool.testing.sim.scenario", "4711"],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            env={"PYTHONHASHSEED": str(number), PURE_VARIABLE: str(int(IS_PURE))},
-            check=True,
-        ).stdout
-        for number in (1, 2)
+        printed(4711, PYTHONHASHSEED=str(number), **{PURE_VARIABLE: str(int(IS_PURE))}) for number in (1, 2)
     ]
     assert said[0] == said[1] and "segments" in said[0]
+
+
+@pytest.mark.t3
+@pytest.mark.compiled
+def test_compiled_code_does_what_python_does():
+    """Shards of this seed answer on their fast path: the same, in the same order, at the same time."""
+    compiled, pure = [re.split(r"(\d+) fast", printed(27, **{PURE_VARIABLE: value})) for value in ("0", "1")]
+    assert int(compiled[1]) > 20 and pure[1] == "0"
+    assert compiled[0] == pure[0] and compiled[2] == pure[2]
 
 
 @pytest.mark.compiled

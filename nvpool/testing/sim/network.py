@@ -26,6 +26,8 @@ from nvpool.testing.sim.virtual_time_loop import VirtualLoop
 
 KEEPALIVE_S = 10.0
 """As rpc/transports/socket_options.DEAD_PEER_S."""
+SILENT_S = KEEPALIVE_S / 2
+"""Time without traffic after which keepalive asks the peer, which has no connection after a loss of power."""
 RESENT_S = 1.0
 """Interval of the attempts to connect to a listener that does not answer."""
 WINDOW_BYTES = 256 << 10
@@ -136,6 +138,15 @@ class SimulatedNetwork:
         for end in list(self._ends):
             if end.process == process:
                 end.die()
+
+    def lose_power(self, process: str) -> None:
+        """End all connections of a process whose node loses power, before the process ends.
+
+        Nothing of what it has sent arrives any more. Peers notice it when they send something, or by keepalive.
+        """
+        for end in list(self._ends):
+            if end.process == process:
+                end.vanish()
 
     def hang_up_at(self, address: str) -> None:
         """End every connection that was made to this address."""
@@ -494,12 +505,24 @@ class StreamEnd(asyncio.Transport):
             self._send(_Mark.END)
         self._lose(None)
 
+    def vanish(self) -> None:
+        """The node of this end loses power: the peer gets no notice."""
+        self.drop(None)
+        self._loop.call_later(
+            self._network.chance.uniform(0.0, SILENT_S), self.peer.probe, context=self._network.kernel
+        )
+
+    def probe(self) -> None:
+        """Ask whether the connection still exists at the peer, as keepalive does."""
+        if not self._gone and self.peer.is_gone:
+            self._lose(_os_error(errno.ECONNRESET))
+
     def break_off(self, number: int) -> None:
         """End the connection on both sides with this errno."""
         for end in (self, self.peer):
             end.drop(_os_error(number))
 
-    def drop(self, error: OSError) -> None:
+    def drop(self, error: OSError | None) -> None:
         """End the connection here; nothing more arrives at the peer."""
         self._flying.clear()
         self._held.clear()

@@ -592,6 +592,7 @@ class SimPool:
         self.power_losses.append(self.loop.time())
         for name, process in list(self.processes.items()):
             if process.node in nodes:
+                self.network.lose_power(name)
                 process.kill()
                 if name in self._member_of:
                     self._burials[name] = self._later(self._lose_journal(name, self._burials.get(name)))

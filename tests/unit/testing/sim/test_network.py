@@ -10,7 +10,7 @@ import struct
 
 import pytest
 
-from nvpool.testing.sim.network import KEEPALIVE_S, WINDOW_BYTES, Server, SimulatedNetwork
+from nvpool.testing.sim.network import KEEPALIVE_S, SILENT_S, WINDOW_BYTES, Server, SimulatedNetwork
 from nvpool.testing.sim.simulated_process import Process
 from nvpool.testing.sim.virtual_time_loop import VirtualLoop
 
@@ -198,6 +198,20 @@ def test_lost_bytes_of_a_dead_process_arrive_unless_it_resets(resets, arrives):
         await asyncio.sleep(1.0)
         assert pair.serving.content == arrives
         assert pair.serving.events == (["ECONNRESET"] if resets else ["end", "lost"])
+
+    run(main)
+
+
+def test_loss_of_power_is_noticed_late():
+    async def main(loop):
+        pair = await Pair(loop).connect()
+        pair.serving.transport.write(b"x")
+        pair.network.lose_power("serves")
+        pair.processes["serves"].kill()
+        await asyncio.sleep(0.01)
+        assert not pair.asking.content and not pair.asking.events and pair.serving.events == ["lost"]
+        await asyncio.sleep(SILENT_S)
+        assert pair.asking.events == ["ECONNRESET"] and not pair.network.open_ends
 
     run(main)
 
