@@ -31,7 +31,6 @@ from nvpool.store.replication import chain_writes, resync
 from nvpool.store.server import service, serving_lease
 from nvpool.testing.sim import pool as sim_pool
 from nvpool.testing.sim import shard_members
-from nvpool.testing.sim.faults import KINDS
 from nvpool.testing.sim.scenario import simulate
 from nvpool.testing.sim.workloads import file_data, listing
 from nvpool.testing.sim.workloads import namespace as name_workload
@@ -149,7 +148,7 @@ def test_store_that_ignores_epochs_is_found(monkeypatch):
         replicas=2,
         standbys=0,
         shards=1,
-        kinds=KINDS,
+        kinds={"stop_asked": 1, "isolate": 1, "cut": 1},
         of="target",
         only=(file_data.Blocks,),
         clients=6,
