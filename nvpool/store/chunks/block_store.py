@@ -149,24 +149,14 @@ async def open_block_store(
 ) -> BlockChunkStore:
     """Open the store in `path`, whose lock the caller holds. On return the store owns the lock."""
     device = FileDevice(str(path / "data"), direct=options.direct, uring=options.uring)
-    kv = None
     try:
         store = BlockChunkStore(
             device, superblock.block_count, target=superblock.target, options=options, clock=clock
         )
         store.path, store.on_fence, store.boot = device.path, on_fence, boot_id()
-        check = ReplayCheck(device.read_whole, device.write)
-        kv = await LmdbKv.open(
-            path / "index",
-            LmdbOptions(sync_interval_s=options.sync_interval_s, map_bytes_max=options.index_bytes_max),
-            before_checkpoint=store.sync_data,
-            on_replay=check,
-            on_fence=store.fence,
-        )
-        await store.attach(kv, identity=superblock.store)
+        engine = LmdbOptions(sync_interval_s=options.sync_interval_s, map_bytes_max=options.index_bytes_max)
+        await open_index(store, path / "index", engine, superblock.store)
     except BaseException:
-        if kv is not None:
-            await kv.close()
         await device.close()
         raise
     store.lock = lock
@@ -178,6 +168,28 @@ async def open_block_store(
         except NoSpace:
             store.room.refused()
     return store
+
+
+async def open_index(store: BlockChunkStore, path: Path, engine: LmdbOptions, identity: bytes) -> None:
+    """Open the index in the directory `path` and attach it to `store`, whose device is open.
+
+    Replayed records are compared with the blocks that they name. `identity` is that of the data file. If this
+    raises, the index is closed as by the death of this process: its journal has everything acknowledged.
+    """
+    kv = None
+    try:
+        kv = await LmdbKv.open(
+            path,
+            engine,
+            before_checkpoint=store.sync_data,
+            on_replay=ReplayCheck(store.device.read_whole, store.device.write),
+            on_fence=store.fence,
+        )
+        await store.attach(kv, identity=identity)
+    except BaseException:
+        if kv is not None:
+            await kv.abandon()
+        raise
 
 
 class BlockChunkStore(ChunkTransfer):
