@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -12,6 +14,7 @@ from nvpool.client.vfs import striped_dirs as lookup_striped_dirs
 from nvpool.cluster import embedded_coordinator
 from nvpool.core.checksum import crc32c
 from nvpool.core.errors import StaleEpoch
+from nvpool.kv.engine import LmdbKv
 from nvpool.kv.replication import primary as kv_primary
 from nvpool.meta.migration import destination as migration_destination
 from nvpool.meta.migration import ownership as partition_ownership
@@ -24,8 +27,12 @@ from nvpool.node.coordination import leadership
 from nvpool.poolmap.chains import protocol as chain_protocol
 from nvpool.poolmap.chains import transitions
 from nvpool.rpc.v1 import meta_pb2
-from nvpool.store.chunks import memory_store
-from nvpool.store.chunks.memory_store import MemoryChunkStore
+from nvpool.store.chunks import block_store, chunk_transfer, truncate
+from nvpool.store.chunks.block_store import BlockChunkStore
+from nvpool.store.chunks.read_batch import BlockBatchReader
+from nvpool.store.chunks.recovery import ReplayCheck
+from nvpool.store.disk import write_verifier
+from nvpool.store.disk.allocator import Allocator
 from nvpool.store.maintenance import orphan_chunks
 from nvpool.store.replication import chain_writes, resync
 from nvpool.store.server import service, serving_lease
@@ -49,19 +56,66 @@ def found(seeds, seconds=30.0, **named) -> list[str]:
     return []
 
 
-def test_store_that_loses_flushed_chunks_is_found(monkeypatch):
-    class Forgetful(MemoryChunkStore):
-        async def flush(self):
-            pass  # claims success
+POWER_OF_ONE = {"replicas": 1, "kinds": {"power": 1}, "only": (file_data.Blocks,)}
 
-    def died(self, process, before=sim_pool.SimPool._died):
-        if process.name.startswith("target"):
-            self.stores[int(process.name[7:])].crash()
-        before(self, process)
 
-    monkeypatch.setattr(sim_pool, "MemoryChunkStore", Forgetful)
-    monkeypatch.setattr(sim_pool.SimPool, "_died", died)
-    assert found(range(1, 41), replicas=1)
+@pytest.mark.smoke
+def test_flush_that_skips_the_sync_of_data_is_found(monkeypatch):
+    async def sync_data(self):
+        pass  # claims success
+
+    monkeypatch.setattr(BlockChunkStore, "sync_data", sync_data)
+    assert found(range(1, 41), **POWER_OF_ONE)
+
+
+def test_flush_that_skips_the_sync_of_the_journal_is_found(monkeypatch):
+    async def flush(self):
+        self.refuse_when_fenced()
+        await self.sync_data()
+
+    monkeypatch.setattr(BlockChunkStore, "flush", flush)
+    assert found(range(1, 41), **POWER_OF_ONE)
+
+
+def test_checkpoint_before_the_data_is_synced_is_found(monkeypatch):
+    async def open_kv(path, options, *, before_checkpoint, before=LmdbKv.open, **named):
+        return await before(path, options, **named)
+
+    monkeypatch.setattr(block_store, "LmdbKv", SimpleNamespace(open=open_kv))
+    assert found(range(1, 41), **POWER_OF_ONE)
+
+
+@pytest.mark.smoke
+def test_recovery_that_trusts_the_journal_is_found(monkeypatch):
+    monkeypatch.setattr(ReplayCheck, "__call__", lambda self, changes, stored: changes)
+    assert found(range(1, 41), **POWER_OF_ONE)
+
+
+def test_recovery_that_forgets_the_free_map_is_found(monkeypatch):
+    def settle(kv, allocator, until):
+        kv.apply([(key, None) for key, _ in kv.scan(b"r", b"s", 1000)])
+        return 1
+
+    monkeypatch.setattr(block_store, "settle_rejected", settle)
+    assert found(range(1, 41), **POWER_OF_ONE)
+
+
+def test_block_reused_before_the_flush_is_found(monkeypatch):
+    def commit(self, transaction, sequence, before=Allocator.commit):
+        before(self, transaction, sequence)
+        self.release(sequence, math.inf)
+
+    monkeypatch.setattr(Allocator, "commit", commit)
+    assert found(range(1, 41), **POWER_OF_ONE)
+
+
+def test_verifier_that_survives_a_power_loss_is_found(monkeypatch):
+    monkeypatch.setattr(
+        write_verifier,
+        "opened",
+        lambda *arguments, lost, before=write_verifier.opened: before(*arguments[:2], "", lost=False),
+    )
+    assert found(range(1, 41), **POWER_OF_ONE)
 
 
 def test_shard_that_loses_acknowledged_changes_is_found(monkeypatch):
@@ -201,11 +255,24 @@ def test_engine_that_replies_before_sync_is_found(monkeypatch):
 
 
 def test_store_that_recomputes_checksums_is_found(monkeypatch):
-    def read(self, *arguments, before=MemoryChunkStore._read):
-        blocks, version = before(self, *arguments)
-        return [(block, crc32c(block)) for block, _ in blocks], version
+    def recompute(batch):
+        whole = b"".join(batch.payload)
+        batch.checksums = b"".join(
+            crc32c(whole[at : at + 4096]).to_bytes(4, "little") for at in range(0, len(whole), 4096)
+        )
 
-    monkeypatch.setattr(MemoryChunkStore, "_read", read)
+    def begin(self, *arguments, before=BlockBatchReader.begin):
+        batch = before(self, *arguments)
+        if not batch.missed:
+            recompute(batch)
+        return batch
+
+    def complete(self, batch, work, before=BlockBatchReader.complete):
+        before(self, batch, work)
+        recompute(batch)
+
+    monkeypatch.setattr(BlockBatchReader, "begin", begin)
+    monkeypatch.setattr(BlockBatchReader, "complete", complete)
     assert found(range(1, 41), replicas=2, kinds={"rot": 1}, only=(file_data.Blocks,))
 
 
@@ -264,9 +331,10 @@ def test_supervisor_that_disowns_its_daemons_is_found(monkeypatch):
 
 def test_version_floor_that_mixes_epochs_is_found(monkeypatch):
     """The collector also takes such a chunk for a chunk of a newer map, as builds up to 0.1.0 did."""
-    monkeypatch.setattr(memory_store, "raised", max)
+    for module in (truncate, chunk_transfer):
+        monkeypatch.setattr(module, "raised", max)
     monkeypatch.setattr(chain_protocol, "is_above", int.__gt__)
-    for module in (memory_store, chain_writes):
+    for module in (block_store, chain_writes):
         monkeypatch.setattr(
             module,
             "next_version",

@@ -69,7 +69,7 @@ class ManagedPool(Protocol):
     def process(self, name: str, node: str) -> Process:
         """Start a process on the node."""
 
-    def own(self, process: Process, work: Coroutine[Any, Any, None]) -> None:
+    def own(self, process: Process, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run the work in the process until it dies."""
 
     def new_clock(self, name: str) -> Clock:

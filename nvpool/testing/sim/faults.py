@@ -194,9 +194,9 @@ class SimulatedFaults:
         store = self._pool.stores[self._chance.choice(list(self._pool.stores))]
         self._record_event("a drive is full")
         self._done["full"] += 1
-        store.block_limit = 0
+        store.fill(True)
         await asyncio.sleep(self._chance.uniform(0.5, 4.0))
-        store.block_limit = store.block_count
+        store.fill(False)
 
     async def _rot(self, _name: str) -> None:
         """One bit of a block changes on a drive, while others have good copies of it."""
@@ -206,8 +206,8 @@ class SimulatedFaults:
         held = [
             (number, name, block)
             for number, store in pool.stores.items()
-            for name, chunk in store.chunks.items()
-            for block in chunk.blocks
+            for name in store.chunks()
+            for block in store.blocks(*name)
             if name not in self._rotten
         ]
         if held:

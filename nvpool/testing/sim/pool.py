@@ -1,9 +1,9 @@
 """SimPool: management, metadata, stores and clients as processes of simulated nodes, on one virtual loop.
 
-Services, clients, management (`sim/control_plane`), members of shards and their engines (on files in a
-directory in memory), and connections with their frames and fast paths are real. Time, the byte streams of the
-network, etcd, the drives of stores (fakes in memory, whose calls are steps at which a process can die), and
-the start and the monitoring of processes are simulated. Used by `sim/scenario`.
+Services, clients, management (`sim/control_plane`), block stores, members of shards, the engines of both (on
+files in a directory in memory), and connections with their frames and fast paths are real. Time, the byte
+streams of the network, etcd, the drives of stores (`sim/drive`), and the start and the monitoring of processes
+are simulated. Used by `sim/scenario`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nvpool.client.pool_client import Client
 from nvpool.client.state.options import ClientOptions
 from nvpool.cluster.chain_manager import BEAT_S, EQUAL
 from nvpool.core.clock import Clock
-from nvpool.core.errors import Bug, Damaged, Fenced, NvpoolError
+from nvpool.core.errors import Bug, Damaged, Fenced, NvpoolError, Unavailable
 from nvpool.core.units import MIB
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.server.service import MetaService
@@ -46,7 +46,6 @@ from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.lease_renewal import LeaseCalls
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
 from nvpool.security.tls import PLAIN_TEXT
-from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.replication.reachability import ReachabilityProbe
 from nvpool.store.server.service import StoreService
 from nvpool.store.server.serving_lease import ServingLease
@@ -61,14 +60,8 @@ from nvpool.testing.sim.shard_members import (
     engine_options,
     make_primary,
 )
-from nvpool.testing.sim.simulated_process import (
-    STORE_STEPS,
-    CrashPointProxy,
-    Killed,
-    Process,
-    ProcessHandler,
-    is_death,
-)
+from nvpool.testing.sim.simulated_process import Killed, Process, ProcessHandler, is_death
+from nvpool.testing.sim.stores import SimulatedStore
 from nvpool.testing.sim.stream_transport import (
     SimulatedTransport,
     endpoint_of,
@@ -79,6 +72,8 @@ from nvpool.testing.sim.stream_transport import (
 from nvpool.testing.sim.virtual_time_loop import VirtualClock, VirtualLoop
 
 CHUNK_BYTES = 64 * 1024
+CAPACITY_BYTES = 64 * MIB
+"""Capacity of each drive; its blocks take memory only when they are written."""
 MANAGING = ("manager", "supervisor", "etcd")
 """Name prefixes of the processes that `managing` starts."""
 ENDS_S = 5.0
@@ -133,7 +128,6 @@ class SimPool:
         self.secret = bytes(range(32))
         self.failures: list[str] = []
         self.processes: dict[str, Process] = {}
-        self.stores = {number: MemoryChunkStore(64 * MIB) for number in range(1, targets + 1)}
         self.invariants = Invariants()
         self.power_losses: list[float] = []
         self._standbys = standbys
@@ -142,6 +136,10 @@ class SimPool:
         self._directory = Path(
             tempfile.mkdtemp(prefix="nvpool-sim-", dir=memory if memory.is_dir() else None)
         )
+        self.stores = {
+            number: SimulatedStore(loop, number, self._directory, CAPACITY_BYTES, seed)
+            for number in range(1, targets + 1)
+        }
         self.drives = {
             (shard, member): MemberDrive(self._directory / process_name(shard, member))
             for shard in range(1, shards + 1)
@@ -155,7 +153,7 @@ class SimPool:
         self._member_of = {process_name(*place): place for place in self.drives}
         self.closing = False
         self._newest: tuple[bytes, PoolMap | None] = b"", None
-        self._services: dict[str, MetaService | StoreService] = {}
+        self._services: dict[str, StoreService] = {}
         self._tasks: dict[str, list[asyncio.Task]] = {}
         self._pids: dict[int, int] = {}
         self._clients: dict[str, Client] = {}
@@ -175,9 +173,11 @@ class SimPool:
             )
             for number in range(1, count + 1)
         )
-        drives = tuple(Drive(number, number, f"memory-{number}", 64 * MIB) for number in range(1, count + 1))
+        drives = tuple(
+            Drive(number, number, f"memory-{number}", CAPACITY_BYTES) for number in range(1, count + 1)
+        )
         targets = tuple(
-            Target(number, number, number, 64 * MIB, (endpoint_of(f"target-{number}"),))
+            Target(number, number, number, CAPACITY_BYTES, (endpoint_of(f"target-{number}"),))
             for number in range(1, count + 1)
         )
         tables = tuple(build_table(targets, number) for number in range(1, self.replicas + 1))
@@ -289,10 +289,11 @@ class SimPool:
         await asyncio.sleep(ENDS_S)
         shutil.rmtree(self._directory)
 
-    def own(self, process: Process, work) -> None:
+    def own(self, process: Process, work) -> asyncio.Task:
         tasks = self._tasks.setdefault(process.name, [])
         tasks[:] = [task for task in tasks if not task.done()]
         tasks.append(self.loop.create_task(work, context=process.context))
+        return tasks[-1]
 
     async def start_store(self, number: int) -> None:
         """Start a store as a supervisor does: its chains get the next epoch before it serves.
@@ -301,18 +302,29 @@ class SimPool:
         """
         while not await self._restarted(number):  # noqa: ASYNC110 - a supervisor retries, too
             await asyncio.sleep(0.05)
+        while (burial := self._burials.pop(f"target-{number}", None)) is not None:  # power was lost meanwhile
+            await asyncio.wait([burial])
         process = self.process(f"target-{number}", f"node-{number}")
-        store = self.stores[number]
-        if store.fenced_because:  # the new process starts with what the drive is known to hold
-            store.crash()
-        store.on_fence = partial(self._ends, process)
         clock = self.new_clock(process.name)
-        dialer = self.new_dialer(process, clock)
-        serving_lease = ServingLease(number, clock, verifier=store.verifier)
         self._pids[number] = self._clocks
+        await asyncio.wait([self.own(process, self._run_store(process, number, clock))])
+
+    async def _run_store(self, process: Process, number: int, clock: Clock) -> None:
+        """Open a store and serve it as daemons/store does. Returns when it serves, or when it cannot."""
+        dialer = self.new_dialer(process, clock)
+        try:
+            store = await self.stores[number].open(process, clock, partial(self._ends, process))
+        except Killed:
+            return
+        except NvpoolError as error:
+            if isinstance(error, (Damaged, Bug)):
+                self.failures.append(f"{process.name} cannot begin: {error!r}")
+            self._ends(process, str(error))
+            return
+        serving_lease = ServingLease(number, clock, store.location_leases, verifier=store.verifier)
         asked = asyncio.Event()
         service = StoreService(
-            CrashPointProxy(self.stores[number], process, STORE_STEPS, self.disk_s),
+            store,
             target=number,
             grant_secret=self.secret,
             clock=clock,
@@ -320,9 +332,9 @@ class SimPool:
             refresh_map=asked.set,
             serving_lease=serving_lease,
         )
-        await self.loop.create_task(
-            self._serve(process, clock, service, endpoint_of(process.name)), context=process.context
-        )
+        await self._serve(process, clock, service, endpoint_of(process.name))
+        if not process.alive:
+            return
         reach = ReachabilityProbe(
             service.replica.peers, self._another_dialer(process, clock), clock, on_change=lambda: None
         )
@@ -528,16 +540,16 @@ class SimPool:
     def _died(self, process: Process) -> None:
         self.invariants.happened(self.loop.time(), f"{process.name} has died")
         self.network.hang_up(process.name)
-        for task in self._tasks.pop(process.name, ()):
+        tasks = self._tasks.pop(process.name, [])
+        for task in tasks:
             task.cancel()
-        service = self._services.pop(process.name, None)
-        if service is not None:
-            self._later(self._bury(service))
         member = self._members.pop(process.name, None)
         if member is not None:
             self._burials[process.name] = self._later(bury(member))
         if process.name.startswith("target-"):
             number = int(process.name[7:])
+            service = self._services.pop(process.name, None)
+            self._burials[process.name] = self._later(self._bury_store(number, service, tasks))
             self.loop.call_later(
                 self.chance.uniform(0.0, REPORT_S),
                 self.managing.target_died,
@@ -555,9 +567,13 @@ class SimPool:
             if self.chance.random() < 0.5:
                 self.managing.member_ended(int(process.node[5:]), shard, number)
 
-    async def _bury(self, service) -> None:
-        with suppress(Killed):
-            await service.close(0.0)
+    async def _bury_store(self, number: int, service: StoreService | None, tasks: list[asyncio.Task]) -> None:
+        if tasks:
+            await asyncio.wait(tasks)
+        if service is not None:
+            with suppress(Killed):
+                await service.close(0.0)
+        await self.stores[number].abandon()
 
     async def start_again(self, name: str) -> None:
         """Start the process and return when it runs; do nothing if it is alive or is being started."""
@@ -587,6 +603,11 @@ class SimPool:
         drive.lose_power(self.chance)
         self.invariants.power_lost(*self._member_of[name], drive.synced_sequence)
 
+    async def _lose_blocks(self, number: int, burial: asyncio.Task | None) -> None:
+        if burial is not None:
+            await asyncio.wait([burial])
+        self.stores[number].lose_power()
+
     def lose_power(self, nodes: set[str]) -> None:
         """End all processes of these nodes. Their drives keep what was synced, and perhaps more."""
         self.power_losses.append(self.loop.time())
@@ -597,24 +618,26 @@ class SimPool:
                 if name in self._member_of:
                     self._burials[name] = self._later(self._lose_journal(name, self._burials.get(name)))
                 elif name.startswith("target-"):
-                    store = self.stores[int(name[7:])]
-                    if self.chance.random() < 0.3:  # the drive has stored unsynced writes, too
-                        store.drive_synced()
-                    store.crash()
+                    self._burials[name] = self._later(
+                        self._lose_blocks(int(name[7:]), self._burials.get(name))
+                    )
                 elif name.startswith(MANAGING):
                     self.managing.power_lost(name)
 
     # -- queries
 
-    async def scrub(self) -> None:
-        """Read all blocks of all drives; bad ones are repaired later."""
-        for store in self.stores.values():
-            await store.scrub(b"", 1 << 30)
+    async def scrub(self) -> list[str]:
+        """Read all blocks of all drives; bad ones are repaired later. Return the contradictions of free maps and
+        indexes."""
+        try:
+            return [problem for store in self.stores.values() for problem in await store.scrubbed()]
+        except Unavailable as error:
+            return [str(error)]
 
     @property
     def has_lost(self) -> bool:
-        """Whether any store has lost unsynced writes."""
-        return any(store.verifier != 1 for store in self.stores.values())
+        """Whether any store may have lost unsynced writes."""
+        return any(len(store.verifiers) > 1 for store in self.stores.values())
 
     def is_whole(self) -> bool:
         """Whether each chain has all its copies, and no target joins or leaves one."""
@@ -629,18 +652,20 @@ class SimPool:
         all is quiet."""
         problems = []
         pool_map = self.pool_map
+        try:
+            chunks = {number: store.chunks() for number, store in self.stores.items()}
+        except Unavailable as error:
+            return [str(error)]
         for (inode, index), table in sorted(
-            {
-                (name, chunk.table or 1)
-                for store in self.stores.values()
-                for name, chunk in store.chunks.items()
-            }
+            {(name, chunk.table or 1) for found in chunks.values() for name, chunk in found.items()}
         ):
             targets = pool_map.chain(table, chain_of(inode, index)).targets
-            held = {target: self.stores[target].chunks.get((inode, index)) for target in targets}
+            held = {target: chunks[target].get((inode, index)) for target in targets}
             kinds = {
-                None if chunk is None else (chunk.version, tuple(sorted(chunk.blocks.items())))
-                for chunk in held.values()
+                None
+                if chunk is None
+                else (chunk.version, tuple(sorted(self.stores[target].blocks(inode, index).items())))
+                for target, chunk in held.items()
             }
             if len(kinds) > 1:
                 said = {

@@ -301,9 +301,9 @@ class Scenario:
     async def _look_at_replicas(self) -> list[str]:
         for _ in range(WHOLE_S * 2):
             if self.pool.is_whole():
-                await self.pool.scrub()
+                problems = await self.pool.scrub()
                 await asyncio.sleep(5.0)
-                return self.pool.replica_problems()
+                return problems + self.pool.replica_problems()
             await asyncio.sleep(0.5)
         lacking = [
             (table.id, number, chain)

@@ -35,14 +35,18 @@ SECTOR = 512
 _SPEAKS_OF_NOTHING = frozenset((wire_pb2.META_SHIP, wire_pb2.META_FOLLOW, wire_pb2.META_STATUS))
 
 
-def engine_options(**named) -> LmdbOptions:
+def engine_options(*, journal_bytes: int = 1 << 17, **named) -> LmdbOptions:
     return LmdbOptions(
-        journal_bytes=1 << 17, map_bytes=1 << 20, checkpoint_interval_s=0.7, layer_entries_max=300, **named
+        journal_bytes=journal_bytes,
+        map_bytes=1 << 20,
+        checkpoint_interval_s=0.7,
+        layer_entries_max=300,
+        **named,
     )
 
 
 class MemberDrive:
-    """Directory of one member's records, and the durable part of its journal."""
+    """Directory of the engine of one member or store, and the durable part of its journal."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

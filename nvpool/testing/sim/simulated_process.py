@@ -160,4 +160,3 @@ class CrashPointProxy:
 
 
 KV_STEPS = ("apply", "sync", "checkpoint")
-STORE_STEPS = ("write_now", "write", "flush", "cut", "copy", "remove", "install", "drop", "prepare", "commit")

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 
-from nvpool.core.errors import InvalidRequest
+from nvpool.core.errors import InvalidRequest, Unavailable
 from nvpool.poolmap.chains.rebalance import with_goals
 from nvpool.poolmap.chains.transitions import named, with_desired_state
 from nvpool.poolmap.file_layout import chain_of
@@ -78,7 +78,12 @@ class Drains:
             if target.desired_state == "drain" and target.id in named(pool_map)
         ]
         for number, store in self._pool.stores.items():
-            for (inode, index), chunk in store.chunks.items():
+            try:
+                chunks = store.chunks()
+            except Unavailable as error:
+                problems.append(str(error))
+                continue
+            for (inode, index), chunk in chunks.items():
                 chain = pool_map.chain(chunk.table or 1, chain_of(inode, index))
                 if number not in (*chain.targets, *chain.joining, *chain.goal):
                     problems.append(

@@ -16,7 +16,15 @@ from collections.abc import Awaitable, Sequence
 from types import SimpleNamespace
 
 from nvpool.client.pool_client import Client
-from nvpool.core.errors import CrossesVolumes, InvariantBroken, NotFound, NvpoolError, QuotaExceeded, Refused
+from nvpool.core.errors import (
+    CrossesVolumes,
+    InvariantBroken,
+    NotFound,
+    NvpoolError,
+    QuotaExceeded,
+    Refused,
+    Unavailable,
+)
 from nvpool.sdk.volumes import AsyncVolumes
 from nvpool.sdk.volumes import Volume as Shown
 from nvpool.testing.sim.pool import CHUNK_BYTES, SimPool
@@ -345,12 +353,15 @@ class Quotas(Workload):
         self._wrong.append(f"volume {volume.name} is removed, and {REMOVED_S} s later there are {rests}")
 
     async def _rests(self, judge: SimulatedClient, volume: _Volume) -> list[str]:
-        found = [
-            f"chunk {index} of {inode:#x} on target {target}"
-            for target, store in self._pool.stores.items()
-            for inode, index in store.chunks
-            if inode in volume.ever
-        ]
+        try:
+            found = [
+                f"chunk {index} of {inode:#x} on target {target}"
+                for target, store in self._pool.stores.items()
+                for inode, index in store.chunks()
+                if inode in volume.ever
+            ]
+        except Unavailable as error:
+            found = [str(error)]
         if await with_pool_errors(volumes_of(judge.client).removing(volume.inode)) is not None:
             found.append("its record")
         for inode in sorted(volume.ever):
