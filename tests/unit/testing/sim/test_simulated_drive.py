@@ -6,7 +6,6 @@ import asyncio
 import random
 import tempfile
 from collections import defaultdict
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -121,48 +120,76 @@ def test_process_dies_within_a_write():
     on_virtual_time(test)
 
 
-async def lived(loop, directory: Path, seed: int) -> list:
-    """Write, flush and die at random, and check what is there after each start; return what happened."""
-    chance, clock = random.Random(seed), VirtualClock(loop, str(seed))
-    subject = SimulatedStore(loop, 1, directory, 1 << 23, str(seed))
-    written = defaultdict(lambda: [0])  # block -> what it may have: its flushed value, and the later ones
-    told, unanswered, lost = [], None, False
-    for _ in range(12):
-        process = Process(loop, "target-1", "node-1", lambda _: opening.cancel())  # noqa: B023
-        process.die_after = chance.randint(1, 30) if chance.random() < 0.3 else None
-        opening = loop.create_task(subject.open(process, clock, lambda reason: None))
-        await asyncio.wait([opening])
-        if not process.alive:  # it died in its recovery
-            await asyncio.sleep(1.0)
-            if chance.random() < 0.6:
-                subject.lose_power()
-                lost = True
-            continue
-        store = opening.result()
-        for name, values in written.items():
+class Life:
+    """A process whose work ends with it."""
+
+    def __init__(self, loop) -> None:
+        self.process = Process(loop, "target-1", "node-1", lambda process: self._work.cancel())
+        self._work: asyncio.Task
+
+    async def run(self, work):
+        """Run the work until it ends; return its result, or None if the process has died."""
+        self._work = asyncio.get_running_loop().create_task(work)
+        await asyncio.wait([self._work])
+        return self._work.result() if self.process.alive else None
+
+
+class Writer:
+    """Writes blocks of three files at random, and knows what they may have after a death.
+
+    `written`: the flushed value of each block, and the later ones.
+    """
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self.written = defaultdict(lambda: [0])
+        self.unanswered = None
+
+    async def run(self, store) -> None:
+        chance = self._chance
+        while True:
+            if chance.random() < 0.2:
+                await store.flush()
+                for values in self.written.values():
+                    del values[:-1]
+                continue
+            inode, block, value = chance.randint(1, 3), chance.randrange(16), chance.randint(1, 255)
+            self.unanswered = inode, block
+            self.written[inode, block].append(value)
+            content, offset = bytes([value]) * BLOCK, block * BLOCK
+            await store.write(inode, 0, offset, memoryview(content), piece_checksums(content, offset))
+            self.unanswered = None
+
+    def check(self, subject: SimulatedStore, lost: bool) -> None:
+        for name, values in self.written.items():
             content = subject.blocks(name[0], 0).get(name[1], bytes(BLOCK))
             assert content == content[:1] * BLOCK
             # The death of a process takes nothing that was answered.
-            assert content[0] in (values if lost else values[-2 if name == unanswered else -1 :])
+            assert content[0] in (values if lost else values[-2 if name == self.unanswered else -1 :])
             values[:] = content[:1]
-        unanswered, lost = None, False
-        assert not await subject.scrubbed()
-        told.append((loop.time(), store.verifier, sorted(subject.chunks().items())))
-        process.die_after = process.steps + chance.randint(1, 60)
-        with suppress(Killed):
-            while True:
-                if chance.random() < 0.2:
-                    await store.flush()
-                    for values in written.values():
-                        del values[:-1]
-                    continue
-                inode, block, value = chance.randint(1, 3), chance.randrange(16), chance.randint(1, 255)
-                unanswered = inode, block
-                written[inode, block].append(value)
-                content, offset = bytes([value]) * BLOCK, block * BLOCK
-                await store.write(inode, 0, offset, memoryview(content), piece_checksums(content, offset))
-                unanswered = None
+        self.unanswered = None
+
+
+async def lived(loop, directory: Path, seed: int) -> list:
+    """Write, flush and die at random, and check what is there after each start; return what happened."""
+    chance, clock = random.Random(seed), VirtualClock(loop, str(seed))
+    subject, writer = SimulatedStore(loop, 1, directory, 1 << 23, str(seed)), Writer(chance)
+    told, lost = [], False
+    for _ in range(12):
+        life = Life(loop)
+        process = life.process
+        process.die_after = chance.randint(1, 30) if chance.random() < 0.3 else None
+        store = await life.run(subject.open(process, clock, lambda reason: None))
+        if store is not None:  # otherwise it died in its recovery
+            process.die_after = None
+            writer.check(subject, lost)
+            lost = False
+            assert not await subject.scrubbed()
+            told.append((loop.time(), store.verifier, sorted(subject.chunks().items())))
+            process.die_after = process.steps + chance.randint(1, 60)
+            await life.run(writer.run(store))
         await subject.abandon()
+        await asyncio.sleep(1.0)
         if chance.random() < 0.6:
             subject.lose_power()
             lost = True
