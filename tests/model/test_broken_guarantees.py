@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from types import SimpleNamespace
 
@@ -32,7 +31,6 @@ from nvpool.store.chunks.block_store import BlockChunkStore
 from nvpool.store.chunks.read_batch import BlockBatchReader
 from nvpool.store.chunks.recovery import ReplayCheck
 from nvpool.store.disk import write_verifier
-from nvpool.store.disk.allocator import Allocator
 from nvpool.store.maintenance import orphan_chunks
 from nvpool.store.replication import chain_writes, resync
 from nvpool.store.server import service, serving_lease
@@ -88,24 +86,6 @@ def test_checkpoint_before_the_data_is_synced_is_found(monkeypatch):
 @pytest.mark.smoke
 def test_recovery_that_trusts_the_journal_is_found(monkeypatch):
     monkeypatch.setattr(ReplayCheck, "__call__", lambda self, changes, stored: changes)
-    assert found(range(1, 41), **POWER_OF_ONE)
-
-
-def test_recovery_that_forgets_the_free_map_is_found(monkeypatch):
-    def settle(kv, allocator, until):
-        kv.apply([(key, None) for key, _ in kv.scan(b"r", b"s", 1000)])
-        return 1
-
-    monkeypatch.setattr(block_store, "settle_rejected", settle)
-    assert found(range(1, 41), **POWER_OF_ONE)
-
-
-def test_block_reused_before_the_flush_is_found(monkeypatch):
-    def commit(self, transaction, sequence, before=Allocator.commit):
-        before(self, transaction, sequence)
-        self.release(sequence, math.inf)
-
-    monkeypatch.setattr(Allocator, "commit", commit)
     assert found(range(1, 41), **POWER_OF_ONE)
 
 

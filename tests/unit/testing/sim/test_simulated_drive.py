@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import os
 import random
 import tempfile
 from collections import defaultdict
@@ -13,20 +15,26 @@ import pytest
 
 from nvpool.core.checksum import piece_checksums
 from nvpool.core.errors import DriveFailed
+from nvpool.store.chunks import block_store
+from nvpool.store.disk.allocator import Allocator
 from nvpool.testing.sim.drive import SimulatedDevice, SimulatedDrive
-from nvpool.testing.sim.simulated_process import Killed, Process
+from nvpool.testing.sim.simulated_process import Killed, Process, is_death
 from nvpool.testing.sim.stores import SimulatedStore
 from nvpool.testing.sim.virtual_time_loop import VirtualClock, VirtualLoop
 
 BLOCK = 4096
 PLACES = range(16, 24)
+IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
 def on_virtual_time(test):
-    loop = VirtualLoop()
+    loop, errors = VirtualLoop(), []
+    loop.set_exception_handler(lambda _, context: errors.append(context.get("exception")))
     asyncio.set_event_loop(loop)
     try:
-        return loop.run_until_complete(test(loop))
+        result = loop.run_until_complete(test(loop))
+        assert all(map(is_death, errors))
+        return result
     finally:
         asyncio.set_event_loop(None)
         loop.close()
@@ -196,10 +204,33 @@ async def lived(loop, directory: Path, seed: int) -> list:
     return told
 
 
-def test_flushed_blocks_survive_deaths_and_power_losses():
-    for seed in range(25):
-        told = []
-        for _ in range(2):
-            with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-                told.append(on_virtual_time(partial(lived, directory=Path(directory), seed=seed)))
-        assert told[0] == told[1], "the same for a seed"
+def lives(seed: int) -> list:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as directory:
+        return on_virtual_time(partial(lived, directory=Path(directory), seed=seed))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_flushed_blocks_survive_deaths_and_power_losses(seed):
+    assert lives(seed) == lives(seed), "the same for a seed"
+
+
+def test_recovery_that_forgets_the_free_map_is_found(monkeypatch):
+    def settle(kv, allocator, until):
+        kv.apply([(key, None) for key, _ in kv.scan(b"r", b"s", 1000)])
+        return 1
+
+    monkeypatch.setattr(block_store, "settle_rejected", settle)
+    with pytest.raises(AssertionError):
+        for seed in range(30):
+            lives(seed)
+
+
+def test_block_reused_before_the_flush_is_found(monkeypatch):
+    def commit(self, transaction, sequence, before=Allocator.commit):
+        before(self, transaction, sequence)
+        self.release(sequence, math.inf)
+
+    monkeypatch.setattr(Allocator, "commit", commit)
+    with pytest.raises(AssertionError):
+        for seed in range(30):
+            lives(seed)
