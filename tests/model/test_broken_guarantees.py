@@ -30,7 +30,6 @@ from nvpool.store.chunks import block_store, chunk_transfer, truncate
 from nvpool.store.chunks.block_store import BlockChunkStore
 from nvpool.store.chunks.read_batch import BlockBatchReader
 from nvpool.store.chunks.recovery import ReplayCheck
-from nvpool.store.disk import write_verifier
 from nvpool.store.maintenance import orphan_chunks
 from nvpool.store.replication import chain_writes, resync
 from nvpool.store.server import service, serving_lease
@@ -86,15 +85,6 @@ def test_checkpoint_before_the_data_is_synced_is_found(monkeypatch):
 @pytest.mark.smoke
 def test_recovery_that_trusts_the_journal_is_found(monkeypatch):
     monkeypatch.setattr(ReplayCheck, "__call__", lambda self, changes, stored: changes)
-    assert found(range(1, 41), **POWER_OF_ONE)
-
-
-def test_verifier_that_survives_a_power_loss_is_found(monkeypatch):
-    monkeypatch.setattr(
-        write_verifier,
-        "opened",
-        lambda *arguments, lost, before=write_verifier.opened: before(*arguments[:2], "", lost=False),
-    )
     assert found(range(1, 41), **POWER_OF_ONE)
 
 

@@ -182,7 +182,7 @@ async def lived(loop, directory: Path, seed: int) -> list:
     """Write, flush and die at random, and check what is there after each start; return what happened."""
     chance, clock = random.Random(seed), VirtualClock(loop, str(seed))
     subject, writer = SimulatedStore(loop, 1, directory, 1 << 23, str(seed)), Writer(chance)
-    told, lost = [], False
+    starts, lost = [], False
     for _ in range(12):
         life = Life(loop)
         process = life.process
@@ -193,7 +193,7 @@ async def lived(loop, directory: Path, seed: int) -> list:
             writer.check(subject, lost)
             lost = False
             assert not await subject.scrubbed()
-            told.append((loop.time(), store.verifier, sorted(subject.chunks().items())))
+            starts.append((loop.time(), store.verifier, sorted(subject.chunks().items())))
             process.die_after = process.steps + chance.randint(1, 60)
             await life.run(writer.run(store))
         await subject.abandon()
@@ -201,7 +201,7 @@ async def lived(loop, directory: Path, seed: int) -> list:
         if chance.random() < 0.6:
             subject.lose_power()
             lost = True
-    return told
+    return starts
 
 
 def lives(seed: int) -> list:
