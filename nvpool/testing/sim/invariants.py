@@ -22,9 +22,9 @@ class Invariants:
         self.moved = 0
         """Number of partitions that were handed over."""
         self.answers = 0
-        """Number of replies by primaries, or of batches of them on the fast path."""
-        self.fast_answers = 0
-        """Number of replies on the fast path of shards, see meta/server/fast_path."""
+        """Number of replies by primaries."""
+        self.fast_requests = 0
+        """Number of requests that shards took from frames, see meta/server/request_dispatch."""
         self.events: deque[str] = deque(maxlen=EVENTS_KEPT)
         """The last events, for the search for a cause."""
         self._newest: PoolMap | None = None

@@ -63,8 +63,6 @@ VOLUMES_SHARE = 0.4
 """Share of seeds with volumes. Drawn separately, so that other seeds behave as before."""
 DRAINING_SHARE = 0.5
 """Share of seeds with more targets than replicas in which drives are drained. Drawn separately, too."""
-SINGLE_SHARE = 0.15
-"""Share of seeds with one shard without standbys, which answers on its fast path. Drawn separately, too."""
 QUIET_S = 5.0
 WHOLE_S = 120
 """Time in which all chains have all their copies, once faults have ended."""
@@ -138,12 +136,8 @@ class Scenario:
                 (10, 5, 2, 1),
             )[0]
         )
-        chooses_shards = shards is None
         shards = chance.choice((1, 1, 2, 3)) if shards is None else shards
         self._moving = chance.random() < MOVING_SHARE if moving is None else moving
-        is_free = standbys is None and chooses_shards and moving is None
-        if is_free and random.Random(f"{seed} single").random() < SINGLE_SHARE:
-            shards, members, self._moving = 1, 0, False
         etcd = chance.random() < ETCD_SHARE if etcd is None else etcd
         if etcd and chosen and kinds is not KINDS_OF_ROT:
             kinds = kinds | KINDS_OF_ETCD
@@ -330,7 +324,7 @@ def simulated(seed: int, **named) -> tuple[list[str], dict[str, int], list[str]]
         try:
             scenario = Scenario(loop, seed, **named)
             problems = loop.run_until_complete(scenario.run())
-            scenario.done["fast"] = scenario.pool.invariants.fast_answers
+            scenario.done["fast"] = scenario.pool.invariants.fast_requests
             scenario.done["segments"] = scenario.pool.network.segments
             return problems, scenario.done, list(scenario.pool.invariants.events)
         finally:

@@ -29,7 +29,6 @@ from nvpool.testing.sim.virtual_time_loop import VirtualLoop, VirtualThread
 if TYPE_CHECKING:
     from nvpool.rpc.multiplexer import InboundCall
     from nvpool.rpc.stats import ReplyStats
-    from nvpool.rpc.transports.frame_fast_path import FastPath
 
 SECTOR = 512
 _SPEAKS_OF_NOTHING = frozenset((wire_pb2.META_SHIP, wire_pb2.META_FOLLOW, wire_pb2.META_STATUS))
@@ -153,12 +152,7 @@ class OverheardMember:
     def handle(self, call: Call) -> None:
         self._member.handle(_OverheardCall(call, self))
 
-    @property
-    def answer_fast(self) -> FastPath | None:
-        """Fast path of the member; None: not compiled."""
-        return self._answer_fast if self._member.fast_path is not None else None
-
-    def _answer_fast(
+    def answer_fast(
         self,
         buffer: bytearray,
         end: int,
@@ -167,13 +161,12 @@ class OverheardMember:
         out: list[Buffer],
         side: Any,
     ) -> int:
-        fast_path, before = self._member.fast_path, len(out)
-        assert fast_path is not None
-        taken = fast_path.answer(buffer, end, in_work, reply_stats, out, side)
-        if taken:
-            self._invariants.fast_answers += len(out) - before
-            self.note()
-        return taken
+        """Handle frames as ShardMember.fast_path does."""
+        return self._member.fast_path.answer(buffer, end, in_work, reply_stats, out, side, self._watched)
+
+    def _watched(self, call: Call) -> _OverheardCall:
+        self._invariants.fast_requests += 1
+        return _OverheardCall(call, self)
 
     def note(self) -> None:
         """Report a reply, if the member is a primary."""
