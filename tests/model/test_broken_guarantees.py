@@ -15,12 +15,12 @@ from nvpool.core.checksum import crc32c
 from nvpool.core.errors import StaleEpoch
 from nvpool.kv.engine import LmdbKv
 from nvpool.kv.replication import primary as kv_primary
+from nvpool.kv.replication.member_engine import MemberKv
 from nvpool.meta.migration import destination as migration_destination
 from nvpool.meta.migration import ownership as partition_ownership
 from nvpool.meta.migration import source as migration_source
-from nvpool.meta.requests import change_handlers
 from nvpool.meta.server import commit_gate, shard_member
-from nvpool.meta.state import record_locks, striped_dirs
+from nvpool.meta.state import record_locks, records, striped_dirs
 from nvpool.meta.transactions import participant
 from nvpool.node.coordination import leadership
 from nvpool.poolmap.chains import protocol as chain_protocol
@@ -151,11 +151,17 @@ def test_standby_counted_before_its_reply_is_found(monkeypatch):
 
 
 def test_request_slot_that_is_not_stored_is_found(monkeypatch):
-    monkeypatch.setattr(
-        change_handlers,
-        "encode_slot",
-        lambda sequence, *rest, before=change_handlers.encode_slot: before(0, *rest),
-    )
+    """Records of slots have the sequence number 0, so a shard that starts again repeats requests."""
+    is_slot = records.slot_key(0, 0)[:2]
+
+    def apply(self, effects, before=MemberKv.apply, **named):
+        stored = [
+            (key, value[:1] + bytes(8) + value[9:] if value and key.startswith(is_slot) else value)
+            for key, value in effects
+        ]
+        return before(self, stored, **named)
+
+    monkeypatch.setattr(MemberKv, "apply", apply)
     assert found(range(1, 41), standbys=0, kinds={"die": 1}, of="meta")
 
 
