@@ -9,6 +9,7 @@ import socket
 from contextlib import asynccontextmanager
 
 import pytest
+from msgspec.structs import replace
 
 from nvpool.client.pool_client import Client
 from nvpool.client.state.metadata_cache import OpenInode
@@ -20,6 +21,7 @@ from nvpool.fuse.ops.kernel_cache.options import FuseOptions
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Op, Opening
 from nvpool.fuse.protocol.requests import FORMS, FuseRequest
+from nvpool.poolmap.model import StandbyMember
 from nvpool.rpc.messages.direntries import attr_of
 from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.transports import frame_fast_path
@@ -1000,6 +1002,19 @@ async def test_bug_in_the_client_state_is_reported(kernel):
     asyncio.get_running_loop().set_exception_handler(None)
     kernel.vfs.cache.open.clear()
     await kernel.create_file(b"g")
+
+
+@on_fast_path
+async def test_files_of_a_shard_with_standbys_are_created(kernel):
+    view, made = kernel.vfs.meta.view, kernel.compiled_creates
+    shards = (replace(view.map.shards[0], standbys=(StandbyMember(1, 1, (), "up"),)),)
+    assert view.offer(replace(view.map, epoch=view.map.epoch + 1, shards=shards))
+    await kernel.create_file(b"f")
+    assert kernel.compiled_creates == made + 1
+    unique, call = await kernel.pending_create(b"g")
+    call.fail(errors.Unavailable("the shard changes its primary", may_be_applied=True))
+    assert (await kernel.receive())[:2] == (unique, 0), "sent again under the same name"
+    assert kernel.compiled_creates == made + 1 and not kernel.vfs.meta.once.held
 
 
 @on_fast_path

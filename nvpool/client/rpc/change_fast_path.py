@@ -1,8 +1,8 @@
 """Fast path for metadata changes: sends the request immediately and completes in the reply callback.
 
-If a session, a free slot and a live connection are ready, and the shard has no standbys, no task is created
-and no event-loop iteration passes; the caller may answer its own request before it updates its state.
-Otherwise `MetaClient.begin` returns None, has no side effect, and the caller awaits `MetaClient.change`.
+If a session, a free slot and a live connection to the shard's primary are ready, no task is created and no
+event-loop iteration passes; the caller may answer its own request before it updates its state. Otherwise
+`MetaClient.begin` returns None, has no side effect, and the caller awaits `MetaClient.change`.
 
 A submitted change that gets anything but a reply of the service continues in `MetaClient.change` under the
 same request id. So this module never retries, and a change is executed exactly once as always. A part of

@@ -126,7 +126,6 @@ class MetaClient(DeferredClose):
             state is not None
             and state.session != 0
             and known is not None
-            and not known.standbys
             and state.watching is not None
             and not state.watching.done()
             and state.met is not None
@@ -265,7 +264,7 @@ class MetaClient(DeferredClose):
         if file is not None and file.lost:
             return None
         shard = pool_map.shard_by_id.get(state.shard)
-        if shard is None or shard.standbys:
+        if shard is None:
             return None
         connection = self.dialer.live(shard.endpoints)
         if connection is None or connection is not state.met:
@@ -405,12 +404,7 @@ class MetaClient(DeferredClose):
         if shard is None:
             raise WrongShard(f"the pool map does not know shard {state.shard}")
         connection = await self.primaries.connection(shard, deadline_s)
-        if (
-            not shard.standbys
-            and state.met is not connection
-            and state.session
-            and method not in _NEEDS_NO_INCARNATION
-        ):
+        if state.met is not connection and state.session and method not in _NEEDS_NO_INCARNATION:
             await self._meet(state, connection, deadline_s)
         reply = await self.primaries.call(connection, method, request.SerializeToString(), deadline_s)
         if method in _RETURNS_INCARNATION:
@@ -420,8 +414,9 @@ class MetaClient(DeferredClose):
     async def _meet(self, state: ShardSession, connection, deadline_s: float) -> None:
         """Confirm the session over a new connection before other requests.
 
-        The other end may be a new process with lower change numbers than this client knows, so it must
-        identify itself first.
+        The other end may be a new process, or another primary. Without standbys it may have lower change
+        numbers than this client knows; with standbys it has no leases and opens of the former primary. So it
+        must identify itself first.
         """
         if state.meeting is None or state.meeting.done():
             state.meeting = asyncio.create_task(self._renew(state, deadline_s))

@@ -272,7 +272,7 @@ cdef class Closing:
         if state is None or file.lost or not state.session or not state.slots or state.waiting or meta.closed:
             return False
         shard = (<dict>pool_map.shard_by_id).get(state.shard)
-        if shard is None or shard.standbys:
+        if shard is None:
             return False
         connection = (<dict>self.writes.dialer.by_endpoints).get(shard.endpoints)
         if connection is None or connection.closed or connection is not state.met:

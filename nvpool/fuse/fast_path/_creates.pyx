@@ -525,7 +525,7 @@ cdef class Creates(PendingReply):
     cdef int use_map(self, pool_map) except -1:
         self.known_map = None
         self.partition_shards, self.is_single = pool_map.shard_of_partition, len(pool_map.shards) == 1
-        self.endpoints = {shard.id: shard.endpoints for shard in pool_map.shards if not shard.standbys}
+        self.endpoints = {shard.id: shard.endpoints for shard in pool_map.shards}
         self.epoch = pool_map.epoch
         self.known_map = pool_map
         return 0

@@ -7,8 +7,8 @@ client/vfs/files and client/rpc/change_fast_path). Both keep the same order: the
 state (shared memory that outlives this process) before the request is sent, the handle before the kernel gets
 the reply, and the kernel gets the reply before the caches here are updated.
 
-The fast path covers a session with a free slot at a shard without standbys that is connected by frames, over
-TCP or a unix socket. It also needs a reply by which the file is new, in its directory's shard, in no volume
+The fast path covers a session with a free slot at a shard whose primary is connected by frames, over TCP or a
+unix socket. It also needs a reply by which the file is new, in its directory's shard, in no volume
 and not open here. Any other outcome (an error, a file that existed, a file of another shard, a connection
 that ends, a deadline, a caller that dies) is passed to the slow path, as the outcome of a change that was
 started there. Only the slow path handles errors.

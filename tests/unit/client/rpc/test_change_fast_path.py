@@ -27,6 +27,7 @@ from nvpool.core.errors import (
     StaleSession,
 )
 from nvpool.core.ids import ROOT_INODE
+from nvpool.poolmap.model import StandbyMember
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 from nvpool.shm.mount_state import KeptMemory, Word
 from nvpool.testing.fakes.in_process_pool import InProcessPool
@@ -292,13 +293,30 @@ async def _listed(here: Case) -> list[bytes]:
     return (await (await here.pool.client("another")).vfs.readdir(DirHandle(ROOT_INODE), 0, 100))[0].names
 
 
+async def _add_standby(here: Case) -> None:
+    pool = here.pool
+    await pool.change_map(
+        lambda old: replace(
+            old,
+            epoch=old.epoch + 1,
+            shards=(replace(old.shards[0], standbys=(StandbyMember(1, 1, (), "up"),)), *old.shards[1:]),
+        )
+    )
+    view = here.vfs.meta.view
+    await view.refresh()
+    assert view.map.shards[0].standbys
+
+
+@pytest.mark.parametrize("has_standby", (False, True), ids=("older-map", "standby"))
 @pytest.mark.parametrize("asked", ("begun", "asked", "submitted"))
-def test_requests_of_a_silent_primary_go_to_its_successor(asked):
+def test_requests_of_a_silent_primary_go_to_its_successor(asked, has_standby):
     """The client's map may be older than the standby: it shows a shard without one."""
 
     async def whole() -> None:
         async with case(InProcessPool(serves_map=True)) as here:
             pool = here.pool
+            if has_standby:
+                await _add_standby(here)
             for served in pool.listeners["meta", 1].connections:
                 served.handler = lambda call: None
             if asked == "begun":
@@ -332,6 +350,49 @@ def test_requests_of_a_silent_primary_go_to_its_successor(asked):
                     assert (await answer)[0].inode and here.noted() == [UNIQUE]
                 else:
                     assert isinstance((await answer)[1], Disconnected)  # the submitter retries then
+
+    asyncio.run(whole())
+
+
+def test_shard_with_standbys_has_the_fast_path():
+    async def whole() -> None:
+        async with case(InProcessPool(serves_map=True)) as here:
+            await _add_standby(here)
+            meta, pool = here.vfs.meta, here.pool
+            completion = here.create(b"f")
+            assert completion.begun and meta.is_ready(1)
+            _, handle = await completion.end
+            await here.stores_answer()
+            assert here.vfs.write_now(handle, 0, bytes(4096))
+            tasks = asyncio.all_tasks()
+            closing = here.flush(handle)
+            assert closing.begun not in (None, True)
+            await closing.end
+            assert asyncio.all_tasks() <= tasks, "the report needs no task"
+            completion = here.unlink(b"f")
+            assert completion.begun
+            await completion.end
+            renewals, met = meta.counters["renewals"], here.state.met
+            await pool.listen(
+                "meta", 9, pool.metas[1].handle
+            )  # the standby takes over, with the same records
+            await pool.change_map(
+                lambda old: replace(
+                    old,
+                    epoch=old.epoch + 1,
+                    shards=(replace(old.shards[0], endpoints=pool.new_shard(9).endpoints),),
+                )
+            )
+            await meta.view.refresh()
+            assert here.create(b"g").begun is None and not meta.is_ready(1), (
+                "the new primary is not known yet"
+            )
+            await here.vfs.create(ROOT_INODE, b"g", 0o640, MAKE, ME)
+            assert meta.counters["renewals"] == renewals + 1 and here.state.met not in (None, met)
+            completion = here.create(b"h")
+            assert completion.begun
+            await completion.end
+            assert await _listed(here) == [b"g", b"h"]
 
     asyncio.run(whole())
 
