@@ -18,8 +18,8 @@ zero, and their generation and number do not match. A record, little-endian:
 The effects fill the record exactly. Replay ends at the first record whose length, CRC, generation or number
 does not match. A generation is never started twice, so the remains of a torn write cannot become valid later.
 
-Only the LMDB engine uses this module. All file I/O goes through `os` calls, one pwrite for each change, so
-that a preloaded library can record the calls and let them fail. Only `sync_file` waits; it is called in a
+Only the LMDB engine uses this module. All file I/O goes through `os` calls, one pwrite for each change or
+shipped group, so that a preloaded library can record the calls and let them fail. Only `sync_file` waits; it is called in a
 thread.
 """
 
@@ -70,6 +70,21 @@ def encode_plain(term: int, generation: int, sequence: int, effects: dict[bytes,
 
 
 encode = encode_plain if _journal_record is None else _journal_record.encode
+
+Adopted = tuple[list[bytes], list[dict[bytes, bytes | None]], int]
+"""Records of a shipped group, encoded for this journal; the effects of each; and the number of all effects."""
+
+
+def adopt(payload: bytes, term: int, generation: int, sequence: int) -> Adopted | None:
+    """Encode the records of a shipped group again, for a journal that ends with change `sequence`.
+
+    Records up to `sequence` are left out. None if a record is invalid, of another term than `term`, or not the
+    next change; and without a compiler. The caller then decodes the records one by one.
+    """
+    if _journal_record is None:
+        return None
+    adopted: Adopted | None = _journal_record.adopt(payload, term, generation, sequence)
+    return adopted
 
 
 def decode(buffer: memoryview, offset: int) -> JournalRecord | None:
@@ -143,7 +158,7 @@ class Journal:
         self.offset = 0
 
     def append(self, record: bytes) -> None:
-        """Append `record`. On return it survives kill -9.
+        """Append `record`, or consecutive records. On return they survive kill -9.
 
         NoSpace: replay will not find the record, and another append may follow.
         DriveFailed: replay will not find the record either, but the drive is not reliable; fence the engine.

@@ -16,7 +16,7 @@ from nvpool.core.errors import CorruptRecord, InvalidRequest, NoSpace, NvpoolErr
 from nvpool.kv.api import Effect
 from nvpool.kv.data_dir import EngineDirectory
 from nvpool.kv.engine import LmdbKv
-from nvpool.kv.journal import Journal, JournalRecord, decode, encode
+from nvpool.kv.journal import Journal, JournalRecord, adopt, decode, encode
 from nvpool.kv.lmdb_env import LmdbTree, Mark
 from nvpool.kv.options import LmdbOptions
 from nvpool.kv.replication.commit_mark import read_mark
@@ -134,6 +134,40 @@ class MemberKv(LmdbKv):
         raw = encode(record.term, self.journal.generation, sequence, changed)
         if self.journal.offset + len(raw) > self._limit_reclaiming:
             self._refuse(len(raw), reclaims=True)
+        self._append_to_journal(raw)
+        self._sequence = sequence
+        if self.history is not None:
+            self.history.note(sequence, record.term, raw)
+        self._take(changed)
+
+    def try_append_group(self, payload: bytes) -> bool:
+        """Apply all changes of a shipped group with one write to the journal. On return they survive kill -9.
+
+        False: nothing has happened, and the records have to be appended one by one. This is the case if a
+        record is invalid, of another term than the change before or not the next one, or if the group does
+        not fit into journal and layer without a checkpoint in between. Errors as for `append`.
+        """
+        if self.term < self.last.term:
+            return False
+        adopted = adopt(payload, self.term, self.journal.generation, self._sequence)
+        if adopted is None:
+            return False
+        records, effects, count = adopted
+        if not records:
+            return True
+        joined = records[0] if len(records) == 1 else b"".join(records)
+        room = min(self._limit_reclaiming, self.options.journal_bytes // 2) - self.journal.offset
+        if len(joined) > room or len(self._layer.values) + count >= self.entries_max:
+            return False
+        self._append_to_journal(joined)
+        for raw, changed in zip(records, effects, strict=True):
+            self._sequence += 1
+            if self.history is not None:
+                self.history.note(self._sequence, self.term, raw)
+            self._take(changed)
+        return True
+
+    def _append_to_journal(self, raw: bytes) -> None:
         try:
             self.journal.append(raw)
         except NoSpace:
@@ -141,10 +175,6 @@ class MemberKv(LmdbKv):
         except NvpoolError as error:
             self._fence(str(error))
             raise
-        self._sequence = sequence
-        if self.history is not None:
-            self.history.note(sequence, record.term, raw)
-        self._take(changed)
 
     def _take(self, changed: dict[bytes, bytes | None]) -> None:
         """Put a change into the layer, as the end of `apply` does. (There it is inlined, for the speed of a

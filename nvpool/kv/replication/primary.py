@@ -4,8 +4,9 @@ A change is committed when all standbys that *count* have it. A standby starts t
 caught up. When the standby has everything that was ever committed, the primary requests that the pool map
 marks the standby as "up". A standby that may be "up" in the map stops counting only after the map says that
 it is not. Only standbys that are "up" can be promoted, so a promoted standby has every acknowledged change.
-Changes are shipped in groups, with several groups in flight to each standby, and the commit of one change
-does not wait for another change's group.
+Changes are shipped in groups. The first two go out at once, so the commit of one change does not wait for
+another change's group; while they are in flight, changes gather for the next group, and more groups are in
+flight only if many changes wait.
 
 A standby that is far behind is filled from scratch: the records are read in steps, and each step is sent
 after all changes that were made before it was read, so filling needs no snapshot.
@@ -59,6 +60,10 @@ class ShippingOptions:
     """Maximum lag, in changes, of a standby that starts to count: the changes that are pending then wait for
     the lag."""
     in_flight_max: int = 8
+    gather_from: int = 2
+    """Groups in flight to a standby from which on changes are gathered until an answer comes."""
+    gather_changes: int = 256
+    """Gathered changes that are sent without such an answer."""
     group_bytes: int = 256 << 10
     step_pairs: int = 1000
     begin_s: float = 30.0
@@ -254,6 +259,11 @@ class Shipping:
         for peer in self.peers.values():
             self._pump(peer)
 
+    def _send_all(self) -> None:
+        """Send what is gathered too, as far as groups may be in flight."""
+        for peer in self.peers.values():
+            self._pump(peer, gathers=False)
+
     # -- one standby -------------------------------------------------------------------------------------------------
 
     async def _run(self, peer: _Peer) -> None:
@@ -333,9 +343,19 @@ class Shipping:
         self._settle()
         return broken
 
-    def _pump(self, peer: _Peer) -> None:
+    def _pump(self, peer: _Peer, gathers: bool = True) -> None:
+        """Send changes to a standby. With `gathers`, a few changes wait for the answer to an earlier group.
+
+        Under load, each group then has all changes that were made during a round trip.
+        """
         history, options = self._history, self._options
-        while peer.streaming and peer.in_flight < options.in_flight_max and peer.sent < history.last.sequence:
+        while (
+            peer.streaming
+            and peer.in_flight < options.in_flight_max
+            and (waiting := history.last.sequence - peer.sent) > 0
+        ):
+            if gathers and peer.in_flight >= options.gather_from and waiting < options.gather_changes:
+                return
             records = history.records(peer.sent, options.group_bytes)
             if not records:
                 self._break(
@@ -514,7 +534,7 @@ class Shipping:
             behind = [peer for peer in self.peers.values() if peer.counts and peer.synced < sequence]
             if not behind:
                 return
-            self._send()  # send the changes before the sync requests
+            self._send_all()  # send the changes before the sync requests
             for peer in behind:
                 if peer.streaming and not peer.syncing:
                     peer.syncing = True

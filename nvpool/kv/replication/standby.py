@@ -287,6 +287,8 @@ class StandbyKv:
     @staticmethod
     def _take(kv: MemberKv, group: Group) -> bool:
         """Apply a group; return False if the rest of the group has to wait for space."""
+        if not group.pairs and kv.try_append_group(group.records):
+            return True
         records = records_of(group.records)
         if group.pairs:
             if kv.full:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import (
     Busy,
     CorruptRecord,
@@ -19,8 +20,9 @@ from nvpool.core.errors import (
     Unavailable,
     Unreachable,
 )
-from nvpool.kv.journal import encode
+from nvpool.kv.journal import adopt, decode, encode
 from nvpool.kv.replication.member_engine import MemberKv, peek, records_of
+from nvpool.kv.replication.primary import Shipping
 from nvpool.kv.replication.standby import Group, StandbyKv
 from nvpool.kv.replication_log import Position, ReplicationHistory, Tail, TermRun, runs_of
 from nvpool.poolmap.shards import members as shard_members
@@ -660,3 +662,141 @@ def test_shipped_records_equal_the_journals():
     ]
     with pytest.raises(CorruptRecord):
         records_of(b"".join(records)[:-1])
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("seed", range(20))
+def test_adopted_records_equal_decoded_and_encoded_ones(seed):
+    draw = random.Random(seed)
+    changes = [
+        {
+            draw.randbytes(draw.randrange(1, 40)): None
+            if not draw.randrange(4)
+            else draw.randbytes(draw.randrange(300))
+            for _ in range(draw.randrange(6))
+        }
+        for _ in range(8)
+    ]
+    payload = b"".join(
+        encode(5, draw.randrange(99), number, changed) for number, changed in enumerate(changes, 3)
+    )
+    first = draw.randrange(2, 11)
+    records, effects, count = adopt(payload, 5, 77, first)
+    later = changes[first - 2 :]
+    assert effects == later and count == sum(map(len, later))
+    assert records == [encode(5, 77, number, changed) for number, changed in enumerate(later, first + 1)]
+    assert adopt(payload, 4, 77, first) is None, "of another term"
+    assert adopt(payload, 5, 77, 1) is None, "change 2 is missing"
+    for _ in range(200):
+        damaged = bytearray(payload)
+        damaged[draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
+        assert adopt(bytes(damaged), 5, 77, 2) is None
+    for end in range(1, len(payload), 7):
+        found = adopt(payload[:end], 5, 77, 2)
+        offset, view = 0, memoryview(payload[:end])
+        while (record := decode(view, offset)) is not None:
+            offset += record.length
+        assert (found is not None) == (offset == end)
+
+
+@pytest.mark.compiled
+def test_group_is_appended_to_the_journal_at_once(tmp_path):
+    async def check():
+        standby, writes = StandbyKv(tmp_path / "kv", OPTIONS), []
+        await standby.begin(1)
+        await standby.keep(1, 0)
+        append = standby.kv.journal.append
+        standby.kv.journal.append = lambda record: (writes.append(record), append(record))
+        results = []
+        standby.ship(group(1, 1, 20), lambda *result: results.append(result))
+        assert results == [(20, None)] and len(writes) == 1
+        standby.ship(group(1, 15, 10), lambda *result: results.append(result))
+        assert results[1:] == [(24, None)] and len(writes) == 2
+        standby.ship(
+            group(1, 25, 400), lambda *result: results.append(result)
+        )  # more than fits into the layer
+        async with asyncio.timeout(20):
+            while len(results) < 3:
+                standby.kv.history.advance(standby.kv.sequence)
+                await asyncio.sleep(0.01)
+        assert results[2:] == [(424, None)] and len(writes) > 100
+        assert everything(standby.kv) == {b"%d" % n: b"%d of 1" % n for n in range(1, 425)}
+        await standby.abandon()
+        kv = await MemberKv.open_member(tmp_path / "kv", OPTIONS)
+        assert kv.sequence == 424 and len(everything(kv)) == 424
+        await kv.close()
+
+    run(check())
+
+
+class SilentStandby:
+    """A standby that answers groups when the test says so."""
+
+    def __init__(self):
+        self.groups = []
+
+    async def begin(self, term):
+        return Tail(Position(0, 0))
+
+    async def keep(self, term, sequence):
+        pass
+
+    def ship(self, sent, done):
+        if sent.records:
+            self.groups.append((records_of(sent.records), done))
+        else:
+            done(None, None)
+
+    async def sync(self, term):
+        return self.groups[-1][0][-1].sequence if self.groups else 0
+
+
+def test_changes_gather_while_groups_are_in_flight(tmp_path):
+    async def check():
+        kv = await MemberKv.open_member(tmp_path / "kv", OPTIONS)
+        kv.remember(True)
+        link = SilentStandby()
+
+        async def ask(number, up):
+            pass
+
+        options = replace(PATIENT, gather_changes=100, group_bytes=1 << 20)
+        shipping = Shipping(kv, clock=SYSTEM_CLOCK, ask=ask, on_deposed=lambda: None, options=options)
+        shipping.use({1: (lambda: link, True)})
+
+        async def change(*counts):
+            for count in counts:
+                for _ in range(count):
+                    kv.apply([(b"%d" % kv.sequence, b"x")])
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+
+        def sizes():
+            return [len(records) for records, _ in link.groups]
+
+        while not shipping.states()[1]["counts"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        await change(1, 2, 3, 4, 5)
+        assert sizes() == [1, 2], "each loop iteration's changes, up to two groups"
+        link.groups[0][1](1, None)
+        assert sizes() == [1, 2, 12], "the answer to a group sends what has gathered"
+        await change(1)
+        syncing = asyncio.ensure_future(kv.sync())
+        await asyncio.sleep(0.05)
+        assert sizes() == [1, 2, 12, 1], "a sync waits for no answer"
+        await syncing
+        await change(99)
+        assert len(link.groups) == 4
+        await change(1)
+        assert sizes()[4:] == [100], "many changes are sent at once"
+        for records, done in link.groups[1:]:
+            done(records[-1].sequence, None)
+        assert kv.history.committed == kv.sequence == 116
+        await shipping.close()
+        await kv.abandon()
+
+    run(check())
