@@ -4,6 +4,8 @@
 
 Floors: `kv.apply` of what a create writes, and a handler that decodes the message and answers without deciding anything.
 `Frames`: the same from the frame of a request to the frame of its answer (meta/server/request_dispatch).
+`Behind the gate`: on a primary with a standby, which acknowledges what each 16 requests changed (meta/server/commit_gate). The
+standby and the messages to it are not in it.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ import time
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.ids import ROOT_INODE
 from nvpool.kv.engine import LmdbKv, LmdbOptions
+from nvpool.kv.replication_log import ReplicationHistory
+from nvpool.meta.server.commit_gate import CommitGate
 from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.meta.state import records
+from nvpool.rpc.multiplexer import ServerConnection
 from nvpool.rpc.stats import ReplyStats
-from nvpool.rpc.transports.frame import HEADER_BYTES, REQUEST, pack_head
+from nvpool.rpc.transports.frame import HEADER_BYTES, REPLY, REQUEST, pack_head
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.testing.fakes.meta_shard import PEER, DirectCall, ShardClient
@@ -48,6 +53,10 @@ async def measure(name: str, calls: list[DirectCall], handle, rows: list) -> Non
 
 def requests(method: int, made) -> list[DirectCall]:
     return [DirectCall(method, request.SerializeToString()) for request in made]
+
+
+GROUP = 16
+"""Requests whose changes the standby acknowledges together."""
 
 
 class Side:
@@ -91,10 +100,67 @@ async def measure_fast_path(
     return spent / len(made) * 1e6, answers
 
 
+class KeepingSide(ServerConnection):
+    """Connection whose replies are kept, in place of a socket."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda call: None, PEER)
+        self.sent: list[bytes] = []
+
+    def _send_answer(self, number: int, status: int, message, payload, payload_bytes: int) -> None:
+        self.sent.append(pack_head(REPLY, status, number, 0, message, payload_bytes))
+
+
+async def measure_gated(
+    service: MetaService, kv: LmdbKv, method: int, made: list
+) -> tuple[float, list[bytes]]:
+    """As `measure_fast_path`, behind a commit gate."""
+    spent, side = 0.0, KeepingSide()
+    kv.history = history = ReplicationHistory(kv.last)
+    history.alone = False
+    gate = CommitGate(history, SYSTEM_CLOCK, lambda: True)
+    gate.lease_until_s = SYSTEM_CLOCK.boottime_s() + 3600
+    frames = [
+        bytearray(pack_head(REQUEST, method, number, 1000, request.SerializeToString(), 0))
+        for number, request in enumerate(made)
+    ]
+    for at in range(0, len(frames), GROUP):
+        while kv.full:
+            await kv.room()
+        out: list[bytes] = []
+        began = time.thread_time()
+        for frame in frames[at : at + GROUP]:
+            service.dispatch.answer(
+                frame,
+                len(frame),
+                side.in_work,
+                side.reply_stats,
+                out,
+                side,
+                lambda call: gate.handle(service.handle, call),
+            )
+        history.advance(history.last.sequence)
+        side.sent += out
+        spent += time.thread_time() - began
+        assert len(side.sent) == min(at + GROUP, len(frames)), "a request was left to the slow path"
+        if not at % 512:
+            await asyncio.sleep(0)
+    kv.history = None
+    return spent / len(made) * 1e6, [frame[HEADER_BYTES:] for frame in side.sent]
+
+
 async def compare_fast_path(
-    service: MetaService, kv: LmdbKv, client: ShardClient, change, names: list[bytes], rows: list
+    service: MetaService,
+    kv: LmdbKv,
+    client: ShardClient,
+    change,
+    names: list[bytes],
+    rows: list,
+    *,
+    gated: bool,
 ) -> None:
-    home = (await client.mkdir(ROOT_INODE, b"fast path")).inode
+    way, measure_way = ("behind the gate", measure_gated) if gated else ("frames", measure_fast_path)
+    home = (await client.mkdir(ROOT_INODE, way.encode())).inode
     for slot in range(32):
         service.parts.sessions.slot(
             service.parts.sessions.get(client.session), slot
@@ -102,8 +168,8 @@ async def compare_fast_path(
     session, rounds = client.session, []
 
     async def ask(name: str, method: int, made) -> list[bytes]:
-        micros, answers = await measure_fast_path(service, kv, method, list(made))
-        rounds.append((f"frames: {name}", micros))
+        micros, answers = await measure_way(service, kv, method, list(made))
+        rounds.append((f"{way}: {name}", micros))
         return answers
 
     born = [
@@ -320,7 +386,8 @@ async def run(files: int, directory: str) -> None:
         handle,
         rows,
     )
-    await compare_fast_path(service, kv, client, change, names, rows)
+    for gated in (False, True):
+        await compare_fast_path(service, kv, client, change, names, rows, gated=gated)
     for name, micros in rows:
         print(f"{name:40} {micros:8.1f} us")
     for key in ("used_bytes", "entries"):
