@@ -41,31 +41,11 @@ class CommitGate:
         elif self._history.waiting >= HELD_MAX:
             call.fail(Unavailable("too many answers wait for standbys", retry_after_s=0.1))
         else:
-            handle(_HeldCall(self, call))
-
-    def answer(self, call: Call, give: Callable[[], None]) -> None:
-        """Call `give` when all changes made so far are committed, perhaps now.
-
-        If they will not be committed, the call fails.
-        """
-        history = self._history
-
-        def when(known: bool) -> None:
-            if known and self.open():
-                give()
-            else:
-                call.fail(
-                    Unavailable(
-                        "the shard changes its primary; the request may have been executed",
-                        may_be_applied=True,
-                    )
-                )
-
-        history.when(history.last.sequence, when)
+            handle(HeldCall(self, self._history, call))
 
 
-class _HeldCall:
-    """A Call whose answer passes through the gate."""
+class HeldCall:
+    """A Call whose answer passes through the gate: the answer waits for all changes that exist when it is made."""
 
     __slots__ = (
         "method",
@@ -76,36 +56,56 @@ class _HeldCall:
         "peer",
         "_call",
         "_gate",
-        "_answered",
+        "_history",
+        "_is_answered",
+        "_reply",
+        "_payload",
+        "_error",
     )
 
-    def __init__(self, gate: CommitGate, call: Call) -> None:
-        self.method = call.method
-        self.message = call.message
-        self.payload = call.payload
-        self.since_s = call.since_s
-        self.deadline_s = call.deadline_s
+    def __init__(self, gate: CommitGate, history: ReplicationHistory, call: Call) -> None:
+        self.method, self.message, self.payload = call.method, call.message, call.payload
+        self.since_s, self.deadline_s = call.since_s, call.deadline_s
         self.peer = call.peer
-        self._call = call
-        self._gate = gate
-        self._answered = False
+        self._gate, self._history, self._call = gate, history, call
+        self._is_answered = False
+        self._error: BaseException | None = None
 
     @property
     def cancelled(self) -> bool:
+        """As in rpc/api.Call."""
         return self._call.cancelled
 
     def room(self, byte_count: int) -> memoryview | None:
-        return None  # the answer is sent later, so it cannot be built in place
+        """None: the answer is sent later, so it cannot be built in place."""
+        return None
 
     def reply(self, message: Buffer = b"", payload: Sequence[Buffer] = ()) -> None:
-        if not self._answered:
-            self._answered = True
-            self._gate.answer(self._call, lambda: self._call.reply(message, payload))
+        """As in rpc/api.Call."""
+        if not self._is_answered:
+            self._is_answered = True
+            self._reply, self._payload = message, payload
+            self._history.when(self._history.last[0], self)
 
     def fail(self, error: BaseException) -> None:
-        if not self._answered:
-            self._answered = True
-            self._gate.answer(self._call, lambda: self._call.fail(error))
+        """As in rpc/api.Call."""
+        if not self._is_answered:
+            self._is_answered = True
+            self._error = error
+            self._history.when(self._history.last[0], self)
+
+    def __call__(self, is_committed: bool) -> None:
+        """Send the answer, if the changes before it are committed, and the member is still the primary."""
+        error = self._error
+        if not is_committed or not self._gate.open():
+            error = Unavailable(
+                "the shard changes its primary; the request may have been executed", may_be_applied=True
+            )
+        if error is None:
+            self._call.reply(self._reply, self._payload)
+        else:
+            self._call.fail(error)
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
+        """As in rpc/api.Call."""
         self._call.on_cancel(callback)
