@@ -4,7 +4,7 @@ A change is committed when all standbys that *count* have it. A standby starts t
 caught up. When the standby has everything that was ever committed, the primary requests that the pool map
 marks the standby as "up". A standby that may be "up" in the map stops counting only after the map says that
 it is not. Only standbys that are "up" can be promoted, so a promoted standby has every acknowledged change.
-Changes are shipped in groups. The first two go out at once, so the commit of one change does not wait for
+Changes are shipped in groups. The first two are sent immediately, so the commit of one change does not wait for
 another change's group; while they are in flight, changes gather for the next group, and more groups are in
 flight only if many changes wait.
 

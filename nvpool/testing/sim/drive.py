@@ -199,7 +199,7 @@ class SimulatedDevice:
         """Refuse: there is no file."""
         raise NotSupported("a simulated drive has no descriptor")
 
-    def write(self, buffers: list, offset: int) -> None:
+    def write(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Write to the cache; the process may die before, after and between the blocks."""
         whole = b"".join(buffers)
         if len(whole) % BLOCK_BYTES or offset % BLOCK_BYTES:
@@ -211,7 +211,7 @@ class SimulatedDevice:
             self._drive.write((offset + at) // BLOCK_BYTES, whole[at : at + BLOCK_BYTES])
         self._process.step()
 
-    def write_direct(self, buffer: memoryview, ranges: Sequence[tuple[int, int]]) -> asyncio.Future:
+    def write_direct(self, buffer: memoryview, ranges: Sequence[tuple[int, int]]) -> asyncio.Future[None]:
         """Write one range after the other, each some time later, with the bytes of that moment."""
         self._process.step()
         return asyncio.get_running_loop().create_task(self._write_ranges(buffer, ranges))

@@ -137,7 +137,8 @@ class SimulatedStore:
 
     def _places(self, inode: int, index: int) -> dict[int, int]:
         store = self.store
-        chunk, places = store.index.chunk(inode, index), {}
+        chunk = store.index.chunk(inode, index)
+        places: dict[int, int] = {}
         for number in range(max(1, len(chunk.segments))):
             disk = store.index.segment(chunk, number).disk
             places |= {(number << SEGMENT_BITS) + at: place for at, place in enumerate(disk) if place}

@@ -703,7 +703,7 @@ def test_adopted_records_equal_decoded_and_encoded_ones(seed):
 
 
 @pytest.mark.compiled
-def test_group_is_appended_to_the_journal_at_once(tmp_path):
+def test_group_is_appended_to_the_journal_by_one_write(tmp_path):
     async def check():
         standby, writes = StandbyKv(tmp_path / "kv", OPTIONS), []
         await standby.begin(1)
@@ -792,7 +792,7 @@ def test_changes_gather_while_groups_are_in_flight(tmp_path):
         await change(99)
         assert len(link.groups) == 4
         await change(1)
-        assert sizes()[4:] == [100], "many changes are sent at once"
+        assert sizes()[4:] == [100], "many changes are sent together"
         for records, done in link.groups[1:]:
             done(records[-1].sequence, None)
         assert kv.history.committed == kv.sequence == 116
