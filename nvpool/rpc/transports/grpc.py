@@ -337,7 +337,7 @@ class _GrpcServed(_Sending, ServerConnection):
         ServerConnection.__init__(
             self,
             listener.handler,
-            Peer("somebody", _address(context.peer()), False),
+            Peer("unknown", _address(context.peer()), False),
             listener.clock,
             transport="grpc",
         )

@@ -236,7 +236,7 @@ class StreamServed(ServerConnection, asyncio.BufferedProtocol):
         """
         super().__init__(
             listener.handler,
-            known_peer or Peer("somebody", "", listener.local),
+            known_peer or Peer("unknown", "", listener.local),
             listener.clock,
             transport="stream+unix" if listener.local else "stream",
         )

@@ -87,7 +87,7 @@ _TRIES_MAX = 1000
 Outcome = tuple[pb.PeerWriteReply | None, BaseException | None]
 """Outcome of an offer: the successor's reply, or an error that leaves the write undecided."""
 OnEnd = Callable[[int], None]
-"""Called with the committed version, or with 0 if the write goes on in a task: then use `ChainWrites.lead`."""
+"""Called with the committed version, or with 0 if a task continues the write: then use `ChainWrites.lead`."""
 
 
 class Offered(Protocol):

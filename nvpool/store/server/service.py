@@ -682,7 +682,7 @@ class StoreService:
         if not self._has_ended(call):
             return
         try:
-            if not version:  # the write goes on in a task; the repetition waits for it, or begins it again
+            if not version:  # a task continues the write; the repeated request waits for it, or starts it anew
                 self._later(call, self._finish_write(call, work, write))
                 return
             write.ended(version)

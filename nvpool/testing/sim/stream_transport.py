@@ -82,9 +82,9 @@ class SimulatedListener(StreamListener):
         """Return the server side of a new connection."""
         place = self._network.places[end.peer.process]
         peer = (
-            Peer("somebody", "unix", True)
+            Peer("unknown", "unix", True)
             if self.local
-            else Peer("somebody", f"{place}:1", False, member_of(place))
+            else Peer("unknown", f"{place}:1", False, member_of(place))
         )
         return StreamServed(self, known_peer=peer)
 

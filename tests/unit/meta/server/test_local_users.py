@@ -40,7 +40,7 @@ US, ANOTHER, OPERATORS = 65_001, 65_002, 64_999
 
 
 def peer(uid, *groups):
-    return Peer("somebody", "unix", True, credentials=Credentials(uid, frozenset({uid, *groups}), 1))
+    return Peer("unknown", "unix", True, credentials=Credentials(uid, frozenset({uid, *groups}), 1))
 
 
 REQUESTS = {
