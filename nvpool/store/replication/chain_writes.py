@@ -476,7 +476,9 @@ class ChainWrites:
         """Commit a write that this target is the last to have, or that all members after it have."""
         writing, version = pending.placed.writing, 0
         try:
-            if writing is None or (writing.done() and writing.exception() is None):
+            if writing is None or (
+                writing.done() and not writing.cancelled() and writing.exception() is None
+            ):
                 version = self._write_now(pending.write, pending.version, pending.placed)
         except Exception:  # the task does it again, and reports or fences
             log.debug("target %d: a commit is repeated in a task", self._target, exc_info=True)
@@ -493,20 +495,30 @@ class ChainWrites:
         """
         pending.offered = None
         on_end, pending.on_end = pending.on_end, None
-        task = self._own(self._carry_out(pending, fetch_from, outcome))
+        # `last` as it is now: the chain may change before the task begins
+        task = self._own(self._carry_out(pending, fetch_from, outcome, pending.last))
         # Retrieves the exception: callers wait for `decided`, if any.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         if on_end is not None:
             on_end(0)
 
-    async def _carry_out(self, pending: Pending, fetch_from: int = 0, outcome: Outcome | None = None) -> int:
-        """Run the pending write until it is decided."""
+    async def _carry_out(
+        self,
+        pending: Pending,
+        fetch_from: int = 0,
+        outcome: Outcome | None = None,
+        is_first: bool = False,
+    ) -> int:
+        """Run the pending write until it is decided.
+
+        `is_first`: no other member had committed when `outcome` came.
+        """
         try:
             if fetch_from:
                 await self._in_line(pending, fetch_from)
             if pending.placed is None:
                 pending.placed = await self._prepared(pending.write)
-            version = await self._decide(pending, pending.placed, outcome)
+            version = await self._decide(pending, pending.placed, outcome, is_first)
         except BaseException as error:
             if isinstance(error, DriveFailed):
                 self._cannot(error)
@@ -574,14 +586,15 @@ class ChainWrites:
         if found != pending.base:
             raise Busy(f"this target has version {found} of the chunk, not {pending.base}")
 
-    async def _decide(self, pending: Pending, placed: Placed, outcome: Outcome | None) -> int:
+    async def _decide(self, pending: Pending, placed: Placed, outcome: Outcome | None, is_first: bool) -> int:
         tries = 0
         while True:
             if outcome is None:
                 if pending.dropped:
                     raise StaleEpoch("this target is no longer part of the chain", may_be_applied=True)
                 if pending.last:
-                    return await self._commit(pending, placed)
+                    return await self._commit(pending, placed, True)
+                is_first = False
             place = pending.place
             try:
                 if outcome is None:
@@ -592,6 +605,8 @@ class ChainWrites:
             except NvpoolError as error:
                 if is_refusal(error):
                     raise
+                if pending.dropped or pending.last:  # the chain has changed since the offer
+                    continue
                 if isinstance(error, StaleEpoch | WrongTarget):
                     self._ask_map()
                 tries += 1
@@ -611,7 +626,7 @@ class ChainWrites:
                 )
                 continue
             if committed:
-                return await self._commit(pending, placed)
+                return await self._commit(pending, placed, is_first)
 
     async def _pause(self, pending: Pending, pause_s: float) -> None:
         """Wait for `pause_s`, or until the chain changes."""
@@ -663,13 +678,12 @@ class ChainWrites:
             wrapped_key=write.wrapped_key,
         )
 
-    async def _commit(self, pending: Pending, placed: Placed) -> int:
-        """Commit the write on this target.
+    async def _commit(self, pending: Pending, placed: Placed, is_first: bool) -> int:
+        """Commit the write on this target; `is_first`: no other member has committed it.
 
         If the first member to commit fails here, no member has done the write. If another member fails here,
         its successors have done the write.
         """
-        first = pending.last
         try:
             if placed.writing is not None:
                 await asyncio.shield(placed.writing)
@@ -680,7 +694,7 @@ class ChainWrites:
                     await wait.until()
             raise Busy("the store did not find room for the write")
         except NvpoolError as error:
-            if not first:
+            if not is_first:
                 self._cannot(error)
             raise
 

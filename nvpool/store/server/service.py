@@ -400,7 +400,7 @@ class StoreService:
         if call not in self._begun:
             return False
         self._has_waited(self._begun.pop(call))
-        if self._no_calls is not None and not self._begun:
+        if self._no_calls is not None and not self._begun and not self._no_calls.done():
             self._no_calls.set_result(None)
         return True
 
@@ -673,16 +673,21 @@ class StoreService:
 
     def _submit(self, call: Call, work: WriteBatch, write: ChainWrite) -> bool:
         self._begun[call] = self._take_place(call)
-        if write.try_submit(partial(self._chain_write_ended, call, work, write)):
-            return True
-        self._has_waited(self._begun.pop(call))
-        return False
+        is_begun = False
+        try:
+            is_begun = write.try_submit(partial(self._chain_write_ended, call, work, write))
+        finally:
+            if not is_begun:
+                self._has_waited(self._begun.pop(call, ""))
+        return is_begun
 
     def _chain_write_ended(self, call: Call, work: WriteBatch, write: ChainWrite, version: int) -> None:
         if not self._has_ended(call):
             return
         try:
-            if not version:  # a task continues the write; the repeated request waits for it, or starts it anew
+            if (
+                not version
+            ):  # a task continues the write; the repeated request waits for it, or makes it again
                 self._later(call, self._finish_write(call, work, write))
                 return
             write.ended(version)
