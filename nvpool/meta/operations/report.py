@@ -62,7 +62,7 @@ def check_writer(inode: Inode, cut: int) -> None:
     """StaleCut: the writer did not know of a truncation. InvalidRequest: it is no file, or no such number."""
     if inode.mode & _S_IFMT != _S_IFREG:
         raise InvalidRequest(f"inode {inode.number} is not a file")
-    if cut < inode.cut - inode.punches:  # a hole removes nothing from the end
-        raise StaleCut(f"inode {inode.number} was truncated since: its cut number is {inode.cut}, not {cut}")
     if cut > inode.cut:
         raise InvalidRequest(f"inode {inode.number} has the cut number {inode.cut}, {cut} was never given")
+    if inode.cut - cut > inode.punches:  # a hole removes nothing from the end
+        raise StaleCut(f"inode {inode.number} was truncated since: its cut number is {inode.cut}, not {cut}")

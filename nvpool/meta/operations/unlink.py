@@ -44,7 +44,9 @@ def _remove(draft: Draft, parent: Inode, key: bytes, victim: Inode, name: bytes)
     draft.parent = parent
     draft.discard(victim, parent.number, name)
     links = victim.links if not victim.flags & _TRASHED else 0
-    draft.reply = UnlinkReply(inode=victim.number, links=links)
+    reply = draft.reply = UnlinkReply.__new__(UnlinkReply)
+    reply.clear()
+    reply.inode, reply.links = victim.number, links
     return draft
 
 

@@ -1,8 +1,8 @@
 """Dispatch of a shard's requests: from a call, or from the bytes of a request frame, to the handler of its method.
 
 A frame whose request has no payload becomes a `FrameCall`, and takes the same way as any other call. If the call is
-answered before its handler returns, the reply is appended to the replies of the other frames of the buffer, and the
-connection never hears of the call. Otherwise the connection keeps the call as one of its requests in progress. So there is
+answered before its handler returns, the reply is appended to the replies of the other frames of the buffer, unless it
+has a payload. Otherwise the connection keeps the call as one of its requests in progress. So there is
 one way from a request to its answer, whatever the state of the shard. Made by `meta/server/service`.
 """
 
@@ -42,7 +42,7 @@ OUT_BYTES_MAX = 256 << 10
 """Replies of one call of `answer`, as rpc/transports/frame_stream.GATHER_BYTES."""
 MESSAGE_MAX = 4096
 """Longest message that is taken from a frame here: a name, and some numbers."""
-_METHODS = frozenset((*CHANGES, *QUERIES))
+_METHODS = frozenset((*CHANGES, *QUERIES, wire.META_RELEASE))
 _ALWAYS = frozenset((wire.META_STATUS,))
 _MESSAGE_MAX, _OUT_BYTES_MAX, _IN_FLIGHT_MAX, _REPLY_MAX = (
     MESSAGE_MAX,
@@ -241,7 +241,10 @@ class RequestDispatch:
         handle: Callable[[Call], None] | None = None,
         watched: Callable[[Call], Call] | None = None,
     ) -> int:
-        """Handle the requests at the beginning of `buffer`, up to the first that is no small request.
+        """Handle the requests at the beginning of `buffer`, up to the first that is left to the connection.
+
+        Left are frames with a payload or a long message, other methods than changes, queries and closes, and
+        requests beyond the bounds of a connection or of one burst.
 
         `end` is the number of bytes received. One reply frame is appended to `out` for each request that is answered
         now; the return value is the number of bytes that the requests took. `in_work`: the requests in progress.
@@ -277,12 +280,15 @@ class RequestDispatch:
             )
             at += self._frames.frame_bytes
             replies = len(out)
-            if handle is not None:
-                handle(call if watched is None else watched(call))
-            elif watched is not None:
-                self.serve(watched(call), method, message, call.peer)
-            else:
-                self.serve(call, method, message, call.peer)
+            try:
+                if handle is not None:
+                    handle(call if watched is None else watched(call))
+                elif watched is not None:
+                    self.serve(watched(call), method, message, call.peer)
+                else:
+                    self.serve(call, method, message, call.peer)
+            except Exception as error:  # as in the multiplexer: the other replies of the burst are sent
+                call.fail(error)
             call.keep()
             if len(out) > replies:
                 total += len(out[replies])

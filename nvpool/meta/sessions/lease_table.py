@@ -248,7 +248,7 @@ class LeaseTable:
         watch = self.by_session.get(session)
         if watch is None:
             return False
-        if self.withheld or self.recalls or self.cool:
+        if self.withheld or number in self.recalls or number in self.cool:
             return bool(self.issue_leases(session, (number,)))
         now_s = self._clock.boottime_s()
         if watch.until_s <= now_s:
