@@ -683,6 +683,7 @@ def test_refusal_of_the_engine_is_answered_and_kept(tmp_path, error):
             bench.kv.apply = refuse
             request = a_create(bench, open=True, rights=2)
             replies = [await bench.ask(CREATE, request)]
+            assert replies[0][0], "refused"
             bench.kv.apply = apply
             replies += [await bench.ask(CREATE, request), await bench.ask(CREATE, a_create(bench, b"other"))]
             if bench.service.died.done():

@@ -16,7 +16,7 @@ import pytest
 
 from nvpool.client.state.options import ClientOptions
 from nvpool.core.checksum import piece_checksums
-from nvpool.core.errors import DriveFailed, NoSpace, NvpoolError
+from nvpool.core.errors import Disconnected, DriveFailed, NoSpace, NvpoolError
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import MIB
 from nvpool.poolmap.chains.transitions import died
@@ -252,6 +252,29 @@ async def test_silent_last_member_is_replaced_by_the_next_map(tmp_path):
         await writing
         assert head.fast_path.waiting == 0
         assert here.chain(handle) == (1,)
+        await here.pool.stop_store(last)
+        await here.check()
+
+
+@in_loop
+async def test_chain_that_changes_before_the_task_begins_keeps_the_write(tmp_path):
+    """The successor's death and the map without it arrive together: the head is the first to commit."""
+    async with made(tmp_path, targets=3) as here:
+        await here.warm()
+        handle = await here.of(head=1)
+        last = here.chain(handle)[1]
+        here.pool.slow.add(last)
+        here.pool.hold(last, DATA_PEER_WRITE)
+        writing = asyncio.create_task(here.write(handle))
+        await here.pool.until(lambda: here.pool.held[last])
+        head = here.pool.stores[1]
+        writes, retried = head.replica.writes, head.replica.writes.counters["offered_again"]
+        pending = writes.pending[handle.inode, 0]
+        pending.offered.give_up()
+        writes.carry_on(pending, (None, Disconnected("the successor has died")))
+        await here.pool.change_map(lambda now: died(now, {last}))  # without a step of the event loop
+        await writing
+        assert writes.counters["offered_again"] == retried and not writes.pending
         await here.pool.stop_store(last)
         await here.check()
 
