@@ -2,7 +2,7 @@
 
 The bytes of a connection keep their order, as with TCP, but arrive in other pieces than they were sent in:
 a write is sometimes split at a random point, and what arrives while the receiver is busy or stopped is read
-together. The kernels of the nodes go on while a process is stopped: connections to it are accepted, and its
+together. The kernels of the nodes continue while a process is stopped: connections to it are accepted, and its
 bytes wait, up to WINDOW_BYTES a connection; the rest waits at the sender. Bytes for a node that is cut off
 wait until the network is whole again; a connection that has waited for KEEPALIVE_S ends on both sides, as
 keepalive ends it. Used by `sim/stream_transport` and `sim/pool`.
