@@ -7,6 +7,7 @@ Translation to C and compilation use all processors.
 """
 
 import os
+import re
 from pathlib import Path, PurePath
 
 from setuptools import Extension, setup
@@ -26,17 +27,32 @@ SOURCES = sorted([*Path("nvpool").rglob("*.pyx"), *TYPED])
 SHARED = sorted([*Path("nvpool").rglob("*.h"), *Path("nvpool").rglob("*.pxd")])
 
 
+def used_by(source: Path) -> list[Path]:
+    """Headers and .pxd files that a module uses, directly or through another .pxd. A change of one compiles the module again."""
+    found: list[Path] = []
+    waiting = [source, source.with_suffix(".pxd")]
+    while waiting:
+        path = waiting.pop()
+        if path in found or not path.exists():
+            continue
+        found.append(path)
+        text = path.read_text()
+        waiting += [one for one in SHARED if _is_named(one, text)]
+    return sorted(path for path in found if path != source)
+
+
+def _is_named(shared: Path, text: str) -> bool:
+    if shared.suffix == ".h":
+        return f'"{shared.name}"' in text
+    package, _, name = _module(shared).rpartition(".")
+    return f"{package}.{name} cimport" in text or bool(
+        re.search(rf"{re.escape(package)} cimport[^\n]*\b{name}\b", text)
+    )
+
+
 def libraries(source: Path) -> list[str]:
-    text = source.read_text()
-    used = [
-        text,
-        *(
-            path.read_text()
-            for path in SHARED
-            if path.suffix == ".pxd" and f"{_module(path)} cimport" in text
-        ),
-    ]
-    return [library for header, library in LIBRARIES.items() if any(f'"{header}"' in one for one in used)]
+    texts = [path.read_text() for path in (source, *used_by(source))]
+    return [library for header, library in LIBRARIES.items() if any(f'"{header}"' in one for one in texts)]
 
 
 def _module(source: PurePath) -> str:
@@ -47,7 +63,7 @@ def extension(source: Path) -> Extension:
     return Extension(
         _module(source),
         [str(source)],
-        depends=[str(path) for path in SHARED],
+        depends=[str(path) for path in used_by(source)],
         libraries=libraries(source),
         include_dirs=sorted({str(path.parent) for path in SHARED if path.suffix == ".h"}),
         extra_compile_args=[
