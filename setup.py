@@ -28,7 +28,7 @@ SHARED = sorted([*Path("nvpool").rglob("*.h"), *Path("nvpool").rglob("*.pxd")])
 
 
 def used_by(source: Path) -> list[Path]:
-    """Headers and .pxd files that a module uses, directly or through another .pxd. A change of one compiles the module again."""
+    """Headers and .pxd files that a module uses, directly or through another one: a change compiles it again."""
     found: list[Path] = []
     waiting = [source, source.with_suffix(".pxd")]
     while waiting:

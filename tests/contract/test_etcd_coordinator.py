@@ -586,6 +586,33 @@ def test_calls_after_close_are_unavailable():
     asyncio.run(run())
 
 
+class _DeafMember:
+    """A member whose calls never end, whatever deadline gRPC was given for them."""
+
+    def __init__(self, address, credentials):
+        self.address = address
+        self.channel = self.kv = self
+
+    async def Range(self, request, **limits):
+        await asyncio.Event().wait()
+
+    async def close(self, grace=None):
+        pass
+
+
+def test_calls_end_though_their_deadlines_in_grpc_do_not(monkeypatch):
+    monkeypatch.setattr(etcd_client, "_Member", _DeafMember)
+    request = etcd_module.rpc.RangeRequest(key=b"a")
+
+    async def run():
+        calls = etcd_client.EtcdCalls(("127.0.0.1:9",), SYSTEM_CLOCK)
+        with pytest.raises(Unavailable, match="by their deadlines"):
+            await asyncio.wait_for(calls.range(request, 0.1), 20.0)
+        assert not await asyncio.wait_for(etcd_client.answers_alone("127.0.0.1:9", None, 0.1), 20.0)
+
+    asyncio.run(run())
+
+
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
 def test_etcd_refuses_old_versions_of_tls():
     """etcd 3.4 has no option for a lowest version: its default is 1.2."""

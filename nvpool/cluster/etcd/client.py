@@ -28,6 +28,9 @@ silently."""
 PAUSE_S = 0.1
 """Pause after an error."""
 
+LATE_S = 1.0
+"""A call that has not ended by its deadline is given up after this time: no wait relies on gRPC alone."""
+
 _ANSWER_BYTES_MAX = 64 << 20
 """Largest response: a stream that was interrupted gets many maps together; gRPC's default limit is 4 MiB."""
 _OPTIONS = (
@@ -161,6 +164,8 @@ class EtcdCalls:
                         f"etcd does not answer ({reason}); are most of its members up?", may_be_applied=True
                     )
                 done, _ = await asyncio.wait(asked, timeout=NEXT_S, return_when=asyncio.FIRST_COMPLETED)
+                if not done and left_s < -LATE_S:
+                    raise Unavailable("calls to etcd do not end by their deadlines", may_be_applied=True)
                 for one in done:
                     member = asked.pop(one)
                     if one.cancelled():
@@ -245,12 +250,13 @@ class EtcdCalls:
         except grpc.aio.UsageError:
             raise Unavailable("our connections to etcd are closed") from None
         try:
-            await call.write(rpc.LeaseKeepAliveRequest(ID=number))
-            answer = await call.read()
+            async with asyncio.timeout(wait_s + LATE_S):
+                await call.write(rpc.LeaseKeepAliveRequest(ID=number))
+                answer = await call.read()
             if answer is grpc.aio.EOF:
                 raise Unavailable("etcd has ended a renewal")
             return answer.TTL > 0
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, TimeoutError) as error:
             self.elsewhere()
             raise Unavailable(f"etcd does not renew a lease: {error}") from None
         except asyncio.CancelledError:
@@ -333,11 +339,12 @@ async def answers_alone(address: str, certificates: EtcdCertificates | None, wai
         and grpc.ssl_channel_credentials(certificates.authority, certificates.key, certificates.certificate),
     )
     try:
-        await member.kv.Range(
-            rpc.RangeRequest(key=b"nvpool/", count_only=True, serializable=True), timeout=wait_s
-        )
+        async with asyncio.timeout(wait_s + LATE_S):
+            await member.kv.Range(
+                rpc.RangeRequest(key=b"nvpool/", count_only=True, serializable=True), timeout=wait_s
+            )
         return True
-    except grpc.aio.AioRpcError:
+    except (grpc.aio.AioRpcError, TimeoutError):
         return False
     finally:
         await member.channel.close()

@@ -325,14 +325,15 @@ class EtcdCoordinator:
         """Apply changes from `revision` on, from the member `at`, until the stream ends or is silent."""
         members, stream, beating = self.calls.members, self.calls.watch(at), None
         try:
-            for first, behind in _ranges(self.root):
-                await stream.write(
-                    rpc.WatchRequest(
-                        create_request=rpc.WatchCreateRequest(
-                            key=first, range_end=behind, start_revision=revision
+            async with asyncio.timeout(SILENT_S):
+                for first, behind in _ranges(self.root):
+                    await stream.write(
+                        rpc.WatchRequest(
+                            create_request=rpc.WatchCreateRequest(
+                                key=first, range_end=behind, start_revision=revision
+                            )
                         )
                     )
-                )
             beating = asyncio.get_running_loop().create_task(_beat(stream))
             while True:
                 async with asyncio.timeout(SILENT_S):

@@ -112,7 +112,7 @@ class EtcdMembers:
                     if before is not None:
                         await before.release()
             except NvpoolError as error:
-                log.debug("the presence of this node cannot be announced: %s", error)
+                self._say("the presence of this node cannot be announced: %s", error)
             self.look()
             await asyncio.sleep(LOOK_S)
 
