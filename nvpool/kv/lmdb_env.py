@@ -137,10 +137,14 @@ class LmdbTree:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
+    # LMDB has 126 places for readers, and its Python binding gives one back when the transaction object is freed, not when it
+    # is aborted. The traceback of an error refers to the variables of the functions it came from, so these forget their
+    # transaction, cursor and iterator at the end: otherwise errors that are kept would use up the places.
+
     def get(self, key: bytes) -> bytes | None:
         """Return a value; CorruptRecord if the record, or a neighbour that may hide it, is damaged."""
         try:
-            transaction = self._env.begin()
+            transaction, cursor = self._env.begin(), None
             try:
                 stored = transaction.get(key)
                 if stored is not None:
@@ -158,6 +162,8 @@ class LmdbTree:
                 return None
             finally:
                 transaction.abort()
+                del transaction
+                cursor = None
         except lmdb.Error as error:
             raise from_lmdb_error(error, f"read {self.path}") from error
 
@@ -171,6 +177,7 @@ class LmdbTree:
                 stored = transaction.cursor().getmulti(keys)
             finally:
                 transaction.abort()
+                del transaction
         except lmdb.Error as error:
             raise from_lmdb_error(error, f"read {self.path}") from error
         found: dict[bytes, bytes | None] = dict(map(self._checked, stored))
@@ -190,7 +197,7 @@ class LmdbTree:
         """Return up to `limit` pairs with first <= key < end, ascending."""
         found: list[tuple[bytes, bytes]] = []
         try:
-            transaction = self._env.begin()
+            transaction, cursor, items = self._env.begin(), None, None
             try:
                 cursor = transaction.cursor()
                 items = cursor.iternext() if cursor.set_range(first[:KEY_BYTES_MAX] or b"\0") else iter(())
@@ -205,6 +212,8 @@ class LmdbTree:
                     count *= 4
             finally:
                 transaction.abort()
+                del transaction
+                cursor = items = None
         except lmdb.Error as error:
             raise from_lmdb_error(error, f"read {self.path}") from error
         return found
@@ -215,13 +224,14 @@ class LmdbTree:
         The caller must exhaust or close the iterator within its own call.
         """
         try:
-            transaction = self._env.begin()
+            transaction, cursor, items = self._env.begin(), None, None
             try:
                 cursor = transaction.cursor()
                 # A bound longer than the longest key sorts directly after its own prefix.
                 if forward:
                     if cursor.set_range(first[:KEY_BYTES_MAX] or b"\0"):
-                        for item in cursor.iternext():
+                        items = cursor.iternext()
+                        for item in items:
                             if item[0] >= end:
                                 return
                             if item[0] >= first:
@@ -232,12 +242,15 @@ class LmdbTree:
                 else:
                     found = cursor.last()
                 if found:
-                    for item in cursor.iterprev():
+                    items = cursor.iterprev()
+                    for item in items:
                         if item[0] < first:
                             return
                         yield self._checked(item)
             finally:
                 transaction.abort()
+                del transaction
+                cursor = items = None
         except lmdb.Error as error:
             raise from_lmdb_error(error, f"read {self.path}") from error
 
