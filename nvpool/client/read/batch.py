@@ -267,6 +267,7 @@ class ReadBatcher:
         )
         self._chunks.counters["messages"] += 1
         self._chunks.counters["reads"] += count
+        self._chunks.hedging.leave_out(count)
         batch.lane.in_flight += 1
         on_done = partial(self._batch_answered, batch, into)
         sent = None

@@ -230,6 +230,22 @@ def test_few_reads_are_sent_twice_and_late_ones_always():
     asyncio.run(main())
 
 
+def test_reads_of_batches_earn_no_second_requests():
+    async def main() -> None:
+        watched = Watched()
+        for _ in range(int(CREDIT_MAX) + 5):
+            watched.send(1)
+        watched.look(DELAY_S_MAX)
+        assert watched.again == [1] * int(CREDIT_MAX)
+        watched.read_count += int(3 / SHARE)
+        watched.hedging.leave_out(int(3 / SHARE))
+        watched.look(0.001)
+        assert watched.again == [1] * int(CREDIT_MAX)
+        watched.hedging.close()
+
+    asyncio.run(main())
+
+
 def test_message_that_ends_meanwhile_is_not_sent_again():
     async def main() -> None:
         watched = Watched()
