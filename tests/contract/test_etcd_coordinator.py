@@ -586,22 +586,18 @@ def test_calls_after_close_are_unavailable():
     asyncio.run(run())
 
 
-class _DeafMember:
-    """A member whose calls never end, whatever deadline gRPC was given for them."""
+class DeafStub:
+    """Calls to etcd that never end, whatever deadline gRPC was given for them."""
 
-    def __init__(self, address, credentials):
-        self.address = address
-        self.channel = self.kv = self
+    def __init__(self, channel):
+        pass
 
     async def Range(self, request, **limits):
         await asyncio.Event().wait()
 
-    async def close(self, grace=None):
-        pass
-
 
 def test_calls_end_though_their_deadlines_in_grpc_do_not(monkeypatch):
-    monkeypatch.setattr(etcd_client, "_Member", _DeafMember)
+    monkeypatch.setattr(etcd_module.rpc, "KVStub", DeafStub)
     request = etcd_module.rpc.RangeRequest(key=b"a")
 
     async def run():

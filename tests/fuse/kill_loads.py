@@ -37,6 +37,18 @@ def processes(place, program):
     return [pid for pid, _ in programs.processes(program, naming=place)]
 
 
+def keep_device(place):
+    """The pids of the serving process and the holder that have /dev/fuse open. The mount ends with the last of them, so none
+    is killed before the other one has it again (docs/internals/mount-state.md).
+    """
+    found = set()
+    for pid in [*processes(place, Program.MOUNT), *processes(place, Program.MOUNT_HOLDER)]:
+        with contextlib.suppress(OSError):
+            if any(os.readlink(entry) == "/dev/fuse" for entry in Path(f"/proc/{pid}/fd").iterdir()):
+                found.add(pid)
+    return found
+
+
 def serving(held):
     """The pid of the process that serves the mount, once there is exactly one."""
     wait_until(lambda: processes(held.place, Program.MOUNT), "a serving process")
@@ -117,6 +129,9 @@ class Killer:
             found := next(filter(None, (processes(self.held.place, program) for program in chance)), None)
         ):
             assert time.monotonic() < end, f"no process runs {chance}"
+            time.sleep(0.001)
+        while not self.over.is_set() and keep_device(self.held.place) == {found[0]}:
+            assert time.monotonic() < end, "the mount's device stays with one process"
             time.sleep(0.001)
         with contextlib.suppress(ProcessLookupError):
             self.killed.append(time.monotonic())

@@ -87,6 +87,12 @@ class Mounted(Reading):
         for service in self.host.pool.stores.values():
             evict(service.store.device.path)
 
+    async def until_replied(self):
+        """Late replies of interrupted reads may still be on their way."""
+        async with asyncio.timeout(60):
+            while any(lane.in_flight for lane in self.vfs.chunks.lanes.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
     def assert_nothing_left(self):
         assert not self.engine.requests.work
         for lane in self.vfs.chunks.lanes.values():
@@ -109,6 +115,7 @@ async def mounted(way="compiled", options=FAR, replicas=1):
         if way == "ordinary":
             await kernel.engine.fast_paths.stop()
         yield kernel
+        await kernel.until_replied()
         kernel.assert_nothing_left()
 
 
