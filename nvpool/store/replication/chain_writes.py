@@ -82,6 +82,8 @@ Then the client may try another replica, which may know the outcome.
 """
 CUT_WAIT_S = 3.0
 """How long a truncation waits for a pending write. Then the caller repeats the truncation."""
+REFUSED_MAX = 1024
+"""Chunks of which a refused version is remembered. One that is forgotten is offered, and refused, once more."""
 _TRIES_MAX = 1000
 
 Outcome = tuple[pb.PeerWriteReply | None, BaseException | None]
@@ -205,6 +207,11 @@ class ChainWrites:
         """Truncate numbers of truncations that wait or run, by inode."""
         self.links: dict[int, int] = {}
         """Newest link of each predecessor."""
+        self.refused_versions: dict[Name, int] = {}
+        """Version that the next write of a chunk has to exceed, since a successor has refused a lower one.
+
+        Kept until a write of the chunk is committed here.
+        """
         self._tasks: set[asyncio.Task] = set()
         self.counters = {"led": 0, "followed": 0, "offered_again": 0, "fetched": 0, "reads_waited": 0}
 
@@ -235,7 +242,8 @@ class ChainWrites:
         placed = self._prepared_now(write)
         if placed is None:
             return False
-        pending = self._begin(write, next_version(held, place.epoch), held.version, place)
+        version = next_version(held, place.epoch, self.refused_versions.get(name, 0))
+        pending = self._begin(write, version, held.version, place)
         self.counters["led"] += 1
         self.led_bytes += size
         pending.led_bytes, pending.on_end, pending.placed = size, on_end, placed
@@ -248,22 +256,42 @@ class ChainWrites:
         Once it is this write's turn, the write continues even if the caller is cancelled.
 
         WrongTarget, StaleEpoch   this target is not the head, or no longer: fetch the map, ask the head
-        Busy, DeadlineExceeded    too many writes wait for the chunk, or waited too long: nothing was done
+        Busy, DeadlineExceeded    too many writes wait for the chunk, or waited too long: nothing was done,
+                                  unless the write itself is the one that is not decided (may_be_applied)
         NoSpace, StaleCut, ChecksumMismatch, InvalidRequest   from any member: nothing was done
         """
-        size = len(write.buffer)
+        size, same = len(write.buffer), self._same_pending(write)
+        if same is not None:
+            # The bytes are counted already; from now on for this call, which ends after that write.
+            self.led_bytes -= same.led_bytes
+            same.led_bytes = 0
         if self.led_bytes + size > LED_BYTES_MAX and self.led_bytes:
+            self._uncount(0, same)
             raise Busy("too many bytes wait for other targets", retry_after_s=0.05)
         self.led_bytes += size
         try:
             await self._wait_turn(write.name, deadline_s)
         except BaseException:
-            self.led_bytes -= size
+            self._uncount(size, same)
             raise
-        task = self._own(self._lead(write))
+        task = self._own(self._lead(write, same, deadline_s))
         # Retrieves the exception even if no caller waits any more.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(task)
+
+    def _same_pending(self, write: Write) -> Pending | None:
+        """Return the pending write with this name and these bytes, which a task continues without its client."""
+        pending = self.pending.get(write.name)
+        if pending is None or not pending.led_bytes or pending.write.request != write.request:
+            return None
+        return pending if _memory(pending.write.buffer) is _memory(write.buffer) else None
+
+    def _uncount(self, size: int, same: Pending | None) -> None:
+        """Take `size` bytes off `led_bytes`, and count `same` for itself if it is still not decided."""
+        self.led_bytes -= size
+        if same is not None and not same.decided.done():
+            same.led_bytes = len(same.write.buffer)
+            self.led_bytes += same.led_bytes
 
     async def _wait_turn(self, name: Name, deadline_s: float) -> None:
         queue = self.turns.get(name)
@@ -297,13 +325,23 @@ class ChainWrites:
                 return
         del self.turns[name]
 
-    async def _lead(self, write: Write) -> int:
+    async def _wait_decided(self, write: Write, deadline_s: float) -> None:
+        """Wait until no write of the chunk is pending.
+
+        One may be left from a time when this target was not the head, or be continued by a task.
+        """
+        while (before := self.pending.get(write.name)) is not None:
+            left_s = max(0.0, deadline_s - self._clock.boottime_s())
+            if not (await asyncio.wait([before.decided], timeout=left_s))[0]:
+                raise DeadlineExceeded(
+                    "an earlier write of the chunk was not decided in time",
+                    may_be_applied=before.write.request == write.request,
+                )
+
+    async def _lead(self, write: Write, same: Pending | None, deadline_s: float) -> int:
         try:
-            above = 0
             while True:
-                # A pending write may be left from a time when this target was not the head.
-                while (before := self.pending.get(write.name)) is not None:
-                    await asyncio.wait([before.decided])
+                await self._wait_decided(write, deadline_s)
                 place = self._place_of(write.table, *write.name)
                 if place is None or not place.is_head:
                     raise WrongTarget(
@@ -322,14 +360,15 @@ class ChainWrites:
                     raise StaleCut(
                         f"inode {write.inode} was cut ({held.cut}) after this write began ({write.cut})"
                     )
-                pending = self._begin(write, next_version(held, place.epoch, above), held.version, place)
+                version = next_version(held, place.epoch, self.refused_versions.get(write.name, 0))
+                pending = self._begin(write, version, held.version, place)
                 self.counters["led"] += 1
                 try:
                     return await self._carry_out(pending)
-                except StaleVersion as error:
-                    above = max(above, error.version, pending.version)
+                except StaleVersion:
+                    pass  # the next version is higher: refused_versions
         finally:
-            self.led_bytes -= len(write.buffer)
+            self._uncount(len(write.buffer), same)
             self._end_turn(write.name)
 
     # -- successors --------------------------------------------------------------------------------------------------
@@ -570,12 +609,22 @@ class ChainWrites:
         self.led_bytes -= pending.led_bytes
         pending.led_bytes = 0
         if isinstance(outcome, Exception):
+            if isinstance(outcome, StaleVersion) and pending.place.is_head:
+                self._remember_refused(pending.write.name, max(outcome.version, pending.version))
             pending.decided.set_exception(outcome)
             pending.decided.exception()  # marks the exception as retrieved: perhaps no caller waits
             return
+        if self.refused_versions:
+            self.refused_versions.pop(pending.write.name, None)
         pending.decided.set_result(outcome)
         if pending.on_end is not None:
             pending.on_end(outcome)
+
+    def _remember_refused(self, name: Name, version: int) -> None:
+        refused = self.refused_versions
+        refused[name] = max(version, refused.pop(name, 0))
+        if len(refused) > REFUSED_MAX:
+            del refused[next(iter(refused))]
 
     async def _in_line(self, pending: Pending, source: int) -> None:
         """Fetch the chunk from the predecessor: the write builds on its version."""
@@ -808,6 +857,11 @@ class ChainWrites:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._peers.close()
+
+
+def _memory(buffer: memoryview) -> object:
+    """Return the object that owns the bytes."""
+    return memoryview(buffer).obj
 
 
 COMMITTED: Outcome = pb.PeerWriteReply(), None

@@ -558,7 +558,8 @@ cdef class FastFirstWrites:
         if writes is None or places is None or <uint64_t>len(places) != chain_count:
             return None
         place = places[chunk_hash(r.inode, r.index) % chain_count]
-        if place is None or name in <dict?>writes.pending or name in <dict?>writes.turns or writes.cutting:
+        if (place is None or name in <dict?>writes.pending or name in <dict?>writes.turns or writes.cutting
+                or name in <dict?>writes.refused_versions):
             return None
         epoch = place.epoch
         if r.sender:

@@ -17,7 +17,7 @@ import pytest
 from nvpool.client.state.options import ClientOptions
 from nvpool.core.checksum import piece_checksums
 from nvpool.core.errors import Disconnected, DriveFailed, NoSpace, NvpoolError
-from nvpool.core.ids import ROOT_INODE
+from nvpool.core.ids import ROOT_INODE, version
 from nvpool.core.units import MIB
 from nvpool.poolmap.chains.transitions import died
 from nvpool.poolmap.file_layout import chain_of
@@ -27,6 +27,7 @@ from nvpool.rpc.transports.frame import REQUEST, pack_head, read_head
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import DATA_PEER_WRITE, DATA_READ, DATA_WRITE
 from nvpool.shm.mount_state import KeptMemory
+from nvpool.store.chunks.api import InodeCut
 from nvpool.testing.fakes.stalling_pool import StallingPool
 from tests.unit.store.replication.test_chain_writes import ME, check_replicas, held_by, read_all
 
@@ -276,6 +277,73 @@ async def test_chain_that_changes_before_the_task_begins_keeps_the_write(tmp_pat
         await writing
         assert writes.counters["offered_again"] == retried and not writes.pending
         await here.pool.stop_store(last)
+        await here.check()
+
+
+@asynccontextmanager
+async def handed_over(tmp_path, at_head, deadline_s=20.0):
+    """A pending write that a task of the head continues, with the request of its client waiting for it.
+
+    `at_head`: the way on which the head took it, "fast" or "slow".
+    """
+    async with made(tmp_path, targets=3, deadline_s=deadline_s) as here:
+        await here.warm()
+        handle = await here.of(head=1)
+        last = here.chain(handle)[1]
+        here.pool.slow.update({last} if at_head == "fast" else {1, last})
+        here.pool.hold(last, DATA_PEER_WRITE)
+        writing = asyncio.create_task(here.write(handle))
+        await here.pool.until(lambda: here.pool.held[last])
+        head, name = here.pool.stores[1], (handle.inode, 0)
+        assert (head.fast_path.waiting == 1) == (at_head == "fast")
+        writes = head.replica.writes
+        assert writes.led_bytes == 4096
+        writes.pending[name].offered.give_up()
+        writes.carry_on(writes.pending[name], (None, Disconnected("the connection is lost")))
+        await here.pool.until(lambda: name in writes.turns)
+        yield here, handle, last, writes, writing
+
+
+@pytest.mark.parametrize("at_head", ["fast", "slow"])
+@in_loop
+async def test_write_handed_over_to_a_task_is_counted_once(tmp_path, at_head):
+    async with handed_over(tmp_path, at_head) as (here, _, last, writes, writing):
+        assert writes.led_bytes == 4096
+        await here.pool.change_map(lambda now: died(now, {last}))
+        await writing
+        await here.pool.stop_store(last)
+        await here.check()
+
+
+@pytest.mark.parametrize("at_head", ["fast", "slow"])
+@in_loop
+async def test_request_waits_for_its_own_write_until_its_deadline(tmp_path, at_head):
+    """Afterwards the bytes count for the pending write, until that is decided."""
+    async with handed_over(tmp_path, at_head, deadline_s=1.0) as (here, handle, last, writes, writing):
+        with pytest.raises(NvpoolError):
+            await writing
+        await here.pool.until(lambda: not writes.turns)
+        assert writes.led_bytes == 4096 and (handle.inode, 0) in writes.pending
+        await here.pool.change_map(lambda now: died(now, {last}))
+        await here.pool.until(lambda: not writes.pending)
+        assert not writes.led_bytes
+        del here.content[handle.inode]
+        await here.pool.stop_store(last)
+
+
+@pytest.mark.parametrize("at_head", ["fast", "slow"])
+@in_loop
+async def test_refused_version_is_not_offered_again(tmp_path, at_head):
+    async with made(tmp_path) as here:
+        await here.warm()
+        handle = await here.of(head=1)
+        here.pool.slow.update({2} if at_head == "fast" else {1, 2})
+        await here.pool.stores[2].store.raise_cuts([InodeCut(handle.inode, 0, version(1, 5), 20)])
+        before = here.pool.asked[2, DATA_PEER_WRITE]
+        await here.write(handle)
+        assert here.pool.asked[2, DATA_PEER_WRITE] == before + 2, "one refused, one committed"
+        assert held_by(here.pool, handle.inode)[1][0][0] == version(1, 6)
+        assert not here.pool.stores[1].replica.writes.refused_versions
         await here.check()
 
 
