@@ -250,7 +250,7 @@ class EtcdCalls:
         except grpc.aio.UsageError:
             raise Unavailable("our connections to etcd are closed") from None
         try:
-            async with asyncio.timeout(wait_s + LATE_S):
+            async with asyncio.timeout(min(CALL_S, wait_s) + LATE_S):
                 await call.write(rpc.LeaseKeepAliveRequest(ID=number))
                 answer = await call.read()
             if answer is grpc.aio.EOF:

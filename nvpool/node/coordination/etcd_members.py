@@ -92,7 +92,7 @@ class EtcdMembers:
 
     async def announce(self) -> None:
         """Publish, until cancelled, that this node is present and whether its member of etcd answers."""
-        lease, said = None, b""
+        lease, said, reason = None, b"", ""
         while True:
             try:
                 own = self._keeper.own
@@ -111,8 +111,11 @@ class EtcdMembers:
                     )
                     if before is not None:
                         await before.release()
+                reason = ""
             except NvpoolError as error:
-                self._say("the presence of this node cannot be announced: %s", error)
+                if str(error) != reason:  # each reason once, whatever the other parts report meanwhile
+                    reason = str(error)
+                    log.warning("the presence of this node cannot be announced: %s", error)
             self.look()
             await asyncio.sleep(LOOK_S)
 
