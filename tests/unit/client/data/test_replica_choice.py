@@ -212,13 +212,19 @@ class Watched:
         self.hedging.look()
 
 
+def without_credit() -> Watched:
+    """A watch with five reads in flight that were not sent again, because the credit is spent."""
+    watched = Watched()
+    for _ in range(int(CREDIT_MAX) + 5):
+        watched.send(1)
+    watched.look(DELAY_S_MAX)
+    assert watched.again == [1] * int(CREDIT_MAX)
+    return watched
+
+
 def test_few_reads_are_sent_twice_and_late_ones_always():
     async def main() -> None:
-        watched = Watched()
-        for _ in range(int(CREDIT_MAX) + 5):
-            watched.send(1)
-        watched.look(DELAY_S_MAX)
-        assert watched.again == [1] * int(CREDIT_MAX)
+        watched = without_credit()
         watched.read_count += int(3 / SHARE)  # of others, answered immediately: they allow three more
         watched.look(0.001)
         assert watched.again == [1] * (int(CREDIT_MAX) + 3) and not watched.late
@@ -232,11 +238,7 @@ def test_few_reads_are_sent_twice_and_late_ones_always():
 
 def test_reads_of_batches_earn_no_second_requests():
     async def main() -> None:
-        watched = Watched()
-        for _ in range(int(CREDIT_MAX) + 5):
-            watched.send(1)
-        watched.look(DELAY_S_MAX)
-        assert watched.again == [1] * int(CREDIT_MAX)
+        watched = without_credit()
         watched.read_count += int(3 / SHARE)
         watched.hedging.leave_out(int(3 / SHARE))
         watched.look(0.001)

@@ -236,16 +236,25 @@ async def test_head_that_cannot_commit_at_all_fences_itself(tmp_path):
         assert here.pool.stores[2].store.held(handle.inode, 0).version
 
 
+async def begun(here, *slow):
+    """A write at target 1 whose offer the last member has and does not answer: its file, that member, its task.
+
+    These targets and the last one take no fast path.
+    """
+    await here.warm()
+    handle = await here.of(head=1)
+    last = here.chain(handle)[1]
+    here.pool.slow.update({last, *slow})
+    here.pool.hold(last, DATA_PEER_WRITE)
+    writing = asyncio.create_task(here.write(handle))
+    await here.pool.until(lambda: here.pool.held[last])
+    return handle, last, writing
+
+
 @in_loop
 async def test_silent_last_member_is_replaced_by_the_next_map(tmp_path):
     async with made(tmp_path, targets=3) as here:
-        await here.warm()
-        handle = await here.of(head=1)
-        last = here.chain(handle)[1]
-        here.pool.slow.add(last)
-        here.pool.hold(last, DATA_PEER_WRITE)
-        writing = asyncio.create_task(here.write(handle))
-        await here.pool.until(lambda: here.pool.held[last])
+        handle, last, writing = await begun(here)
         head = here.pool.stores[1]
         assert head.fast_path.waiting == head.waiting_count == 1
         assert head.replica.is_pending([(handle.inode, 0)])
@@ -261,13 +270,7 @@ async def test_silent_last_member_is_replaced_by_the_next_map(tmp_path):
 async def test_chain_that_changes_before_the_task_begins_keeps_the_write(tmp_path):
     """The successor's death and the map without it arrive together: the head is the first to commit."""
     async with made(tmp_path, targets=3) as here:
-        await here.warm()
-        handle = await here.of(head=1)
-        last = here.chain(handle)[1]
-        here.pool.slow.add(last)
-        here.pool.hold(last, DATA_PEER_WRITE)
-        writing = asyncio.create_task(here.write(handle))
-        await here.pool.until(lambda: here.pool.held[last])
+        handle, last, writing = await begun(here)
         head = here.pool.stores[1]
         writes, retried = head.replica.writes, head.replica.writes.counters["offered_again"]
         pending = writes.pending[handle.inode, 0]
@@ -287,13 +290,7 @@ async def handed_over(tmp_path, at_head, deadline_s=20.0):
     `at_head`: the way on which the head took it, "fast" or "slow".
     """
     async with made(tmp_path, targets=3, deadline_s=deadline_s) as here:
-        await here.warm()
-        handle = await here.of(head=1)
-        last = here.chain(handle)[1]
-        here.pool.slow.update({last} if at_head == "fast" else {1, last})
-        here.pool.hold(last, DATA_PEER_WRITE)
-        writing = asyncio.create_task(here.write(handle))
-        await here.pool.until(lambda: here.pool.held[last])
+        handle, last, writing = await begun(here, *([] if at_head == "fast" else [1]))
         head, name = here.pool.stores[1], (handle.inode, 0)
         assert (head.fast_path.waiting == 1) == (at_head == "fast")
         writes = head.replica.writes
