@@ -131,7 +131,7 @@ class Metrics(msgspec.Struct, frozen=True):
 
 
 class Processors(msgspec.Struct, frozen=True):
-    """Power management of the processors."""
+    """How the processes of nvpool use the processors of this machine."""
 
     awake: Annotated[
         Literal["auto", "always", "never"],
@@ -140,6 +140,14 @@ class Processors(msgspec.Struct, frozen=True):
             "(/dev/cpu_dma_latency); auto: not in guests with more than 16 processors"
         ),
     ] = "auto"
+    scheduling: Annotated[
+        Literal["normal", "responsive", "priority", "realtime"],
+        Meta(
+            description="beside other programs that keep the processors busy. priority: nice -19 and short time slices, "
+            "so that a process that a request wakes up runs soon; without the right to it as responsive: short slices and "
+            "the ordinary share; realtime: SCHED_RR, before all ordinary programs; normal: as the service manager says"
+        ),
+    ] = "priority"
 
 
 class JournalConfig(msgspec.Struct, frozen=True):

@@ -42,6 +42,7 @@ from nvpool.metrics.http import serve_metrics
 from nvpool.runtime.daemon_process import Stop, exit_code, keep_alive, notify_ready, run
 from nvpool.runtime.logging_setup import start_log
 from nvpool.runtime.metrics import own_page
+from nvpool.runtime.scheduling import schedule
 from nvpool.sdk.async_filesystem import AsyncFileSystem
 
 STATE = Path("/var/lib/nvpool-bridge")
@@ -146,6 +147,7 @@ def main(words: list[str]) -> int:
             form=arguments.log_format or config.log.format,
             node_toml=directory.node_toml if here and arguments.log_level is None else None,
         )
+        schedule(config.processors.scheduling)
         if os.geteuid():
             raise AccessDenied("the bridge makes mounts for containers; run it as root")
         if not arguments.docker_socket and not arguments.csi:

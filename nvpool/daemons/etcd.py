@@ -22,6 +22,7 @@ from nvpool.node.coordination.etcd_crl import REVOKED_FILE
 from nvpool.provision.map_location import OwnMember, read_map_location
 from nvpool.runtime.daemon_process import EXIT_IN_USE, exit_code
 from nvpool.runtime.logging_setup import start_log
+from nvpool.runtime.scheduling import schedule
 from nvpool.security.tls import AUTHORITY_FILE, CERTIFICATE_FILE, ETCD_SECRET, KEY_FILE
 
 log = logging.getLogger("nvpool.daemons.etcd")
@@ -124,6 +125,7 @@ def main(path: str, node: int) -> int:
     except NvpoolError as error:
         log.error("%s", error)
         return exit_code(error)
+    schedule(config.processors.scheduling)  # etcd inherits it
     arguments = arguments_of(directory, own, config.network.plain_text)
     os.makedirs(own.data(directory), mode=0o700, exist_ok=True)
     directory.announce(

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     directory = PoolDirectory(arguments.directory)
     if arguments.inherit_lock is not None and os.fork():
         os._exit(0)  # our parent waits only for this process; the child's descriptor holds the lock
-    from nvpool.runtime import daemon_process, logging_setup  # heavy: after the fork
+    from nvpool.runtime import daemon_process, logging_setup, scheduling  # heavy: after the fork
 
     logging_setup.start_log("nvpoold", "info", None)
     try:
@@ -71,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         form=config.log.format,
         node_toml=directory.node_toml,
     )
+    scheduling.schedule(config.processors.scheduling)
     try:
         return daemon_process.run(lambda stop: _serve(directory, config, stop))
     finally:

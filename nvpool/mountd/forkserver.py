@@ -23,6 +23,7 @@ import socket
 import sys
 from functools import partial
 
+from nvpool.core.config import Config
 from nvpool.core.errors import NvpoolError
 from nvpool.core.programs import Program
 from nvpool.fuse.notify import write_for
@@ -32,6 +33,7 @@ from nvpool.mountd.holder_client import HolderClient
 from nvpool.mountd.process_fork import fork
 from nvpool.mountd.server import serve_held
 from nvpool.rpc import transport_registry
+from nvpool.runtime.scheduling import schedule
 
 LATER = ("nvpool.fuse.kernel.connection", "nvpool.fuse.kernel.replay_engine", "nvpool.fuse.kernel.mount")
 """Modules that are otherwise imported on first use. A mount that outlives its process needs them all."""
@@ -53,8 +55,11 @@ def main(words: list[str]) -> int:
     for name in LATER:
         importlib.import_module(name)
     transport_registry.transports()
+    config = Config()
     with contextlib.suppress(NvpoolError):
-        configured_pool(arguments)  # so that a copy that reads the same text need not parse it again
+        # also so that a copy that reads the same text need not parse it again
+        config = configured_pool(arguments)[1]
+    schedule(config.processors.scheduling)
     gc.collect()
     gc.freeze()  # pages that the garbage collector never writes to stay shared
 
@@ -65,6 +70,7 @@ def main(words: list[str]) -> int:
 
     def notice(connection: socket.socket) -> int:
         control.close()
+        schedule(config.processors.scheduling)  # again, for its own session
         return write_for(connection)
 
     poll, running = select.poll(), {}

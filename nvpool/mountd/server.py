@@ -63,6 +63,7 @@ from nvpool.poolmap.model import PoolMap
 from nvpool.runtime.cpu_latency import CpuLatencyRequest
 from nvpool.runtime.daemon_process import Stop, exit_code, notify_ready, run
 from nvpool.runtime.metrics import own_page
+from nvpool.runtime.scheduling import schedule
 from nvpool.shm.mount_state import KeptMemory, Word
 
 LEAVE_S = 5.0
@@ -109,6 +110,7 @@ def main(words: list[str]) -> int:
     except NvpoolError as error:
         log.error("%s", error)
         return exit_code(error)
+    schedule(config.processors.scheduling)
     return run(lambda stop: _Mounted(arguments, directory, config, place, stop).serve())
 
 
@@ -122,6 +124,7 @@ def serve_held(arguments: argparse.Namespace, held: HolderClient, notices: socke
     try:
         directory, config = configured_pool(arguments)
         place = place_of(arguments.mountpoint)  # checked before; a mount that is there now may be ours
+        schedule(config.processors.scheduling)
         workers = 1 if keeps_requests(arguments) else given(arguments.workers, config.client.workers)
         # while this process is a copy without threads
         beside = fork_readers(workers - 1, arguments, config, held, notices)

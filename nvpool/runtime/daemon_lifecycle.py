@@ -47,6 +47,7 @@ from nvpool.runtime.audit_events import MetaAudit, audit_log
 from nvpool.runtime.cpu_latency import CpuLatencyRequest
 from nvpool.runtime.daemon_process import EXIT_IN_USE, Stop, exit_code, keep_supervised, run
 from nvpool.runtime.logging_setup import start_log
+from nvpool.runtime.scheduling import schedule
 from nvpool.security.tls import TlsIdentity, identity_in, leaves_host
 from nvpool.security.volume_keys import PoolKeys
 
@@ -331,6 +332,7 @@ def main(
             form=config.log.format,
             node_toml=directory.node_toml,
         )
+        schedule(config.processors.scheduling)
         lock = Flock.take(directory.run / f"{name}.lock", name)
     except InUse as error:
         log.warning("%s", error)

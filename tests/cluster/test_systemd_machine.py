@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from nvpool.runtime.scheduling import NICE, SLICE_NS, attributes
 from nvpool.testing.env.systemd_machine import BootedMachine, missing, unified
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -26,6 +27,13 @@ engine.connect("/run/docker/plugins/nvpool.sock")
 engine.sendall(b"POST /Plugin.Activate HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: 0\\r\\nConnection: close\\r\\n\\r\\n")
 while part := engine.recv(4096):
     print(part.decode())
+"""
+LOOK = """
+from pathlib import Path
+from nvpool.runtime.scheduling import attributes
+for pid in Path("/sys/fs/cgroup/system.slice/nvpoold.service/cgroup.procs").read_text().split():
+    own = attributes(int(pid))
+    print(own.nice, own.slice_ns)
 """
 REASON = missing()
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
@@ -98,6 +106,16 @@ def test_all_services_run_and_the_pool_is_used(machine):
     assert machine.show("nvpoold", "StatusText") == "serving, 2 processes"  # by sd_notify
     assert machine.run("sh", "-c", "echo written > /mnt/pool/f && cat /mnt/pool/f").stdout == "written\n"
     assert "VolumeDriver" in machine.run("/opt/nvpool/bin/python", "-c", ASK).stdout
+
+
+def test_unit_permits_the_daemons_to_run_before_other_programs(machine):
+    if not attributes().slice_ns:
+        pytest.skip("this kernel has no time slices per thread")
+    found = machine.run("/opt/nvpool/bin/python", "-c", LOOK).stdout.splitlines()
+    # This machine's root may not raise limits, so LimitNICE has no effect on it.
+    assert found == [f"0 {SLICE_NS}"] * 3  # supervisor, shard, store
+    for unit in ("nvpoold.service", MOUNT, "nvpool-bridge.service"):
+        assert machine.show(unit, "LimitNICE") == str(20 - NICE), unit  # as getrlimit(2) counts
 
 
 def test_reload_upgrades_the_mount_under_an_open_file(machine):

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.core.programs import Program, command
+from nvpool.core.programs import Program, command, program_of
+from nvpool.core.programs import processes as running
 from nvpool.host.mountinfo import look_at, mount_at
+from nvpool.runtime.scheduling import NICE, SLICE_NS, attributes
 from nvpool.testing.loads.data_verification import CheckingLoad
 from tests.fuse.conftest import FLOOR, Pool, is_mounted, nvpool, wait_until
 from tests.fuse.kill_loads import kill_serving, serving
@@ -73,6 +75,24 @@ def test_wrong_starts_are_refused_with_the_reason(own, mine, tmp_path):
     assert refused("127.0.0.1:1", tmp_path / "m", "--deadline-s", "1")
     assert "is not a pool directory" in refused(tmp_path, tmp_path / "m")
     assert not is_mounted(tmp_path / "m") and is_mounted(mine.place)
+
+
+def test_all_processes_of_pool_and_mount_run_soon_after_a_wake_up(own, mine):
+    if not attributes().slice_ns:
+        pytest.skip("this kernel has no time slices per thread")
+    (mine.place / "file").write_bytes(bytes(1 << 20))  # threads that start on first use
+    found = {pid: words for naming in (own.directory, mine.place) for pid, words in running(naming=naming)}
+    assert {Program.SUPERVISOR, Program.META, Program.STORE, Program.MOUNT, Program.MOUNT_NOTIFIER} <= {
+        program_of(words) for words in found.values()
+    }
+    nice = NICE if os.geteuid() == 0 else 0
+    without = set()
+    for pid, words in found.items():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                if attributes(int(thread))[1:] != (nice, 0, SLICE_NS):
+                    without.add(program_of(words))
+    assert without <= {Program.MOUNT_HOLDER}  # it serves no requests
 
 
 def test_mount_point_may_be_a_symbolic_link(own, tmp_path):
