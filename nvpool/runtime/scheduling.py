@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SLICE_NS = 100_000
-"""The shortest time slice that Linux grants (sched(7), __setparam_fair in kernel/sched/syscalls.c)."""
+"""The shortest time slice that Linux grants (__setparam_fair of its scheduler)."""
 NICE = -19
 """As MooseFS has it by default (NICE_LEVEL of mfschunkserver.cfg(5))."""
 REALTIME_PRIORITY = 1
@@ -87,7 +87,7 @@ def schedule(wanted: str) -> bool:
             _set_session(nice)
     except OSError as error:
         if wanted != "responsive" and error.errno in (errno.EPERM, errno.EACCES):
-            # Everybody but root gets this with the default, so that it is not a warning.
+            # Each user but root gets this with the default, so that it is not a warning.
             log.log(
                 logging.WARNING if wanted == "realtime" else logging.INFO,
                 "the kernel does not permit [processors] scheduling = %r (%s): this process may wait longer for a "
