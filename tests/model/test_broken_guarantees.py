@@ -33,7 +33,8 @@ from nvpool.store.chunks.read_batch import BlockBatchReader
 from nvpool.store.chunks.recovery import ReplayCheck
 from nvpool.store.maintenance import orphan_chunks
 from nvpool.store.replication import chain_writes, resync
-from nvpool.store.server import service, serving_lease
+from nvpool.store.server import service
+from nvpool.store.server.serving_lease import ServingLease
 from nvpool.testing.sim import pool as sim_pool
 from nvpool.testing.sim import shard_members, stores
 from nvpool.testing.sim.scenario import simulate
@@ -133,7 +134,11 @@ def test_fast_path_without_commit_gate_is_found(monkeypatch):
 
 
 def test_target_that_ignores_its_lease_is_found(monkeypatch):
-    monkeypatch.setattr(serving_lease.ServingLease, "holds", lambda self: True)
+    class Ignored(ServingLease):
+        def holds(self):
+            return True
+
+    monkeypatch.setattr(sim_pool, "ServingLease", Ignored)
     assert found(
         range(1, 41),
         replicas=2,
