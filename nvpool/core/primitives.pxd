@@ -21,6 +21,7 @@ cdef class ByteWriter:
     cdef int u56_big(self, uint64_t value) except -1
     cdef int u64_big(self, uint64_t value) except -1
     cdef int raw(self, bytes some) except -1
+    cdef int part(self, bytes some, Py_ssize_t first, Py_ssize_t count) except -1
     cdef int varint(self, uint64_t value) except -1
     cdef int number(self, uint64_t tag, uint64_t value) except -1
     cdef int fixed(self, uint64_t tag, uint64_t value) except -1

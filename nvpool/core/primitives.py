@@ -70,6 +70,12 @@ class ByteWriter:
         """Append bytes."""
         self._bytes += some
 
+    def part(self, some: bytes, first: int, count: int) -> None:
+        """Append some[first : first + count]. ValueError: `some` is shorter."""
+        if not 0 <= first <= first + count <= len(some):
+            raise ValueError("the part lies outside of its bytes")
+        self._bytes += some[first : first + count]
+
     def varint(self, value: int) -> None:
         """Append a varint (protocol buffers, encoding)."""
         while value > 127:

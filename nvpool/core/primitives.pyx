@@ -130,6 +130,15 @@ cdef class ByteWriter:
         self._at += count
         return 0
 
+    cdef int part(self, bytes some, Py_ssize_t first, Py_ssize_t count) except -1:
+        if first < 0 or count < 0 or first > len(some) - count:
+            raise ValueError("the part lies outside of its bytes")
+        if self._end - self._at < count:
+            self._grow(count)
+        memcpy(self._at, PyBytes_AS_STRING(some) + first, count)
+        self._at += count
+        return 0
+
     cdef int varint(self, uint64_t value) except -1:
         if self._end - self._at < SCALAR_BYTES_MAX:
             self._grow(SCALAR_BYTES_MAX)

@@ -251,18 +251,18 @@ def test_store_that_recomputes_checksums_is_found(monkeypatch):
             crc32c(whole[at : at + 4096]).to_bytes(4, "little") for at in range(0, len(whole), 4096)
         )
 
-    def begin(self, *arguments, before=BlockBatchReader.begin):
-        batch = before(self, *arguments)
-        if not batch.missed:
+    class Recomputing(BlockBatchReader):
+        def begin(self, *arguments):
+            batch = super().begin(*arguments)
+            if not batch.missed:
+                recompute(batch)
+            return batch
+
+        def complete(self, batch, work):
+            super().complete(batch, work)
             recompute(batch)
-        return batch
 
-    def complete(self, batch, work, before=BlockBatchReader.complete):
-        before(self, batch, work)
-        recompute(batch)
-
-    monkeypatch.setattr(BlockBatchReader, "begin", begin)
-    monkeypatch.setattr(BlockBatchReader, "complete", complete)
+    monkeypatch.setattr(block_store, "BlockBatchReader", Recomputing)
     assert found(range(1, 41), replicas=2, kinds={"rot": 1}, only=(file_data.Blocks,))
 
 

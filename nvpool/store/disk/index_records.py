@@ -109,6 +109,18 @@ class IndexSegment:
         ):
             self.base = disk[0]
 
+    def run(self, first: int, count: int) -> int:
+        """Disk block of `count` blocks from `first` on, if they are in one run without a hole; else 0.
+
+        If it is not 0, the checksums cover these blocks too.
+        """
+        end = first + count
+        if end > len(self.disk) or end << 2 > len(self.crcs):
+            return 0
+        if self.base:
+            return self.base + first
+        return self.disk[first] if count == 1 else 0
+
 
 NO_BLOCKS = IndexSegment(array("Q"), b"")
 

@@ -1,4 +1,4 @@
-"""Batched reads: the compiled pass over the headers and the pass in Python find the same."""
+"""Batched reads: each read gets its bytes or its own refusal, whatever else is in the batch."""
 
 import asyncio
 import random
@@ -7,8 +7,13 @@ import pytest
 
 from nvpool.core.checksum import block_checksums
 from nvpool.core.errors import CorruptRecord, InvalidRequest
-from nvpool.store.chunks import read_batch as reads_module
-from nvpool.store.chunks.api import ALL_INODES, NO_INODE, READ_BATCH_BYTES_MAX, create_chunk_store
+from nvpool.store.chunks.api import (
+    ALL_INODES,
+    NO_INODE,
+    READ_BATCH_BYTES_MAX,
+    UNCHECKED,
+    create_chunk_store,
+)
 from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.read_batch import READ, RESULT
 
@@ -83,39 +88,31 @@ def test_holes_count_for_the_size_of_a_batch(tmp_path):
     asyncio.run(main())
 
 
-@pytest.mark.compiled
 @pytest.mark.parametrize("verify", [False, True])
-def test_compiled_and_python_passes_give_the_same_reply(tmp_path, monkeypatch, verify):
+def test_random_batch_gets_the_replies_of_its_reads(tmp_path, verify):
     async def main():
         store, contents = await filled(tmp_path / "t")
-        chance, whole, refused, found = random.Random(2), 0, 0, reads_module.compiled.find
-
-        def counted(reads, number, *more):
-            nonlocal whole
-            end, at = found(reads, number, *more)
-            whole += end - number
-            return end, at
-
+        chance, whole, refused = random.Random(2), 0, 0
         for turn in range(400):
-            packed = b"".join(some_reads(chance, contents, chance.choice([1, 3, 50, 200])))
+            reads = list(some_reads(chance, contents, chance.choice([1, 3, 50, 200])))
+            packed = b"".join(reads)
             if turn % 20 == 0:  # the index cache is empty
                 store.index.young.clear()
                 store.index.old.clear()
-            monkeypatch.setattr(reads_module.compiled, "find", counted)
-            one = results_of(store, packed, verify)
-            kept, reads_module.compiled = reads_module.compiled, None
-            try:
-                assert results_of(store, packed, verify) == one
-            finally:
-                reads_module.compiled = kept
-            results, checksums, payload = one
+            one = results, checksums, payload = results_of(store, packed, verify)
+            alone = [results_of(store, read, verify) for read in reads]
+            assert tuple(b"".join(parts) for parts in zip(*alone, strict=True)) == one
             at = 0
-            for (inode, index, offset, _, _, _), (status, _, length, _) in zip(
+            for (inode, index, offset, asked, _, _), (status, flags, length, version) in zip(
                 READ.iter_unpack(packed), RESULT.iter_unpack(results), strict=True
             ):
                 refused += bool(status)
+                whole += length == asked
+                assert flags == (UNCHECKED if length and not verify else 0) and (not status or not version)
                 if length:
                     assert payload[at : at + length] == contents[inode, index][offset : offset + length]
+                if not status and (inode, index) in contents:
+                    assert not any(contents[inode, index][offset + length : offset + asked])
                 at += length
             assert at == len(payload) and block_checksums(payload) == checksums
         assert whole > 5000 and refused > 500
@@ -136,37 +133,31 @@ def test_offset_outside_of_a_chunk_is_refused_alone(tmp_path):
     asyncio.run(main())
 
 
-@pytest.mark.compiled
-def test_too_large_batch_is_refused_by_both_passes(tmp_path):
+def test_too_large_batch_is_refused(tmp_path):
     async def main():
         store, _ = await filled(tmp_path / "t")
-        for length, count in ((64 * BLOCK, 130), (BLOCK, 8193)):
-            packed = READ.pack(1, 0, 0, length, 0, 0) * count
-            outcomes = []
-            kept = reads_module.compiled
-            for way in (kept, None):
-                reads_module.compiled = way
-                try:
-                    outcomes.append(results_of(store, packed, False))
-                except Exception as error:
-                    outcomes.append((type(error), str(error)))
-                finally:
-                    reads_module.compiled = kept
-            assert outcomes[0] == outcomes[1]
+        results, _, payload = results_of(store, READ.pack(1, 0, 0, 64 * BLOCK, 0, 0) * 130, False)
+        assert [status for status, *_ in RESULT.iter_unpack(results)] == [0] * 128 + [
+            InvalidRequest.wire_code
+        ] * 2
+        assert len(payload) == READ_BATCH_BYTES_MAX
+        with pytest.raises(InvalidRequest, match=str(READ_BATCH_BYTES_MAX)):
+            results_of(store, READ.pack(1, 0, 0, BLOCK, 0, 0) * 8193, False)
         await store.close()
 
     asyncio.run(main())
 
 
-@pytest.mark.compiled
-def test_inconsistent_arguments_read_no_foreign_memory():
-    find = reads_module.compiled.find
-    entry = READ.pack(1, 0, 0, BLOCK, 0, 0)
-    for number, results in ((0, bytearray(15)), (-1, bytearray(16))):
-        with pytest.raises(ValueError):
-            find(entry, number, (ALL_INODES,), {}, results, 0, 0, [], [], [], [], [])
-    assert find(entry, 5, (ALL_INODES,), {}, bytearray(16), 0, 0, [], [], [], [], []) == (5, 0)
-    assert find(entry[:-1], 0, (ALL_INODES,), {}, bytearray(16), 0, 0, [], [], [], [], []) == (0, 0)
+def test_headers_that_are_not_whole_are_refused(tmp_path):
+    async def main():
+        store, _ = await filled(tmp_path / "t")
+        for packed in (READ.pack(1, 0, 0, BLOCK, 0, 0)[:-1], READ.pack(1, 0, 0, BLOCK, 0, 0) + b"x"):
+            with pytest.raises(InvalidRequest, match="whole"):
+                results_of(store, packed, False)
+        assert results_of(store, b"", False) == (b"", b"", b"")
+        await store.close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("damaged", [False, True])

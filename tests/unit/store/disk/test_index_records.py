@@ -32,6 +32,15 @@ def same(one, other):
     return one.disk == other.disk and one.crcs == other.crcs and one.base == other.base
 
 
+def test_run_needs_places_and_checksums_of_its_blocks():
+    whole, divided = segment_of([7, 8, 9]), segment_of([7, 0, 9])
+    assert [whole.run(first, count) for first, count in ((0, 3), (1, 1), (2, 1), (1, 2))] == [7, 8, 9, 8]
+    assert not whole.run(2, 2) and not whole.run(3, 1) and not NO_BLOCKS.run(0, 1)
+    assert divided.run(2, 1) == 9 and not divided.run(1, 1) and not divided.run(0, 3)
+    short = IndexSegment(array("Q", [7, 8, 9]), bytes(11))
+    assert short.run(0, 2) == 7 and not short.run(0, 3) and not short.run(2, 1)
+
+
 heads = st.builds(
     Head,
     st.integers(1, 2**64 - 1),
