@@ -62,6 +62,14 @@ cdef class RequestFrames:
     cdef bytes take(self, bytearray buffer, Py_ssize_t at, Py_ssize_t end, Py_ssize_t message_max)
 
 
+cdef class RecordMemory:
+    cdef Py_buffer _view
+    cdef uint8_t *_room(self, Py_ssize_t place) except NULL
+    cdef int put_u32(self, Py_ssize_t place, uint32_t value) except -1
+    cdef int put_u64(self, Py_ssize_t place, uint64_t value) except -1
+    cdef int put_mark(self, Py_ssize_t place, uint64_t value) except -1
+
+
 cpdef uint32_t crc32c_of(bytes some, Py_ssize_t first) noexcept
 cpdef bytes reply_frame(uint32_t number, uint32_t status, bytes message)
 cpdef double boottime_s() noexcept

@@ -7,11 +7,16 @@ modules (a `.py` beside a `.pxd`) use nothing else that needs pointers, so each 
 
 from __future__ import annotations
 
+import struct
+from typing import Any
+
 from nvpool.core.checksum import crc32c
 from nvpool.core.clock import SYSTEM_CLOCK
 
 HEADER_BYTES = 32
 _MAGIC, _REQUEST, _REPLY = 0x504E, 2, 3
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_MARK = struct.Struct("@Q")  # native, so that it is one store
 
 
 class ByteWriter:
@@ -277,6 +282,36 @@ class RequestFrames:
         self.deadline_ms = int.from_bytes(head[12:16], "little")
         self.frame_bytes = HEADER_BYTES + count
         return message
+
+
+class RecordMemory:
+    """Writer of records in a memory that outlives this process.
+
+    Places are offsets in bytes, and numbers are little-endian. IndexError: there is no room for 8 bytes at the
+    place.
+    """
+
+    __slots__ = ("_view",)
+
+    def __init__(self, memory: Any) -> None:
+        self._view = memoryview(memory).cast("B")
+
+    def _put(self, form: struct.Struct, place: int, value: int) -> None:
+        if not 0 <= place <= len(self._view) - 8:
+            raise IndexError(f"a record at {place}, behind the memory of records")
+        form.pack_into(self._view, place, value)
+
+    def put_u32(self, place: int, value: int) -> None:
+        """Store a u32."""
+        self._put(_U32, place, value)
+
+    def put_u64(self, place: int, value: int) -> None:
+        """Store a u64."""
+        self._put(_U64, place, value)
+
+    def put_mark(self, place: int, value: int) -> None:
+        """Store a u64 as one store, after all that was stored before."""
+        self._put(_MARK, place, value)
 
 
 def crc32c_of(some: bytes, first: int) -> int:

@@ -1,6 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """Compiled form of `primitives.py`, which states the contract of every class and function here."""
 
+from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
@@ -31,6 +32,9 @@ cdef extern from "_crc.h":
     void put32(uint8_t *at, uint32_t value) nogil
     void put64(uint8_t *at, uint64_t value) nogil
     void put64_big(uint8_t *at, uint64_t value) nogil
+
+cdef extern from "_record_mark.h":
+    void put_mark(uint8_t *at, uint64_t mark) nogil
 
 crc_begin(0)
 
@@ -309,6 +313,31 @@ cdef class RequestFrames:
         self.method, self.number, self.deadline_ms = get16(frame + 4), get32(frame + 8), get32(frame + 12)
         self.frame_bytes = HEADER_BYTES + count
         return PyBytes_FromStringAndSize(<const char *>frame + HEADER_BYTES, count)
+
+
+cdef class RecordMemory:
+    def __cinit__(self, memory):
+        PyObject_GetBuffer(memory, &self._view, PyBUF_WRITABLE)
+
+    def __dealloc__(self):
+        PyBuffer_Release(&self._view)
+
+    cdef uint8_t *_room(self, Py_ssize_t place) except NULL:
+        if place < 0 or place > self._view.len - 8:
+            raise IndexError(f"a record at {place}, behind the memory of records")
+        return <uint8_t *>self._view.buf + place
+
+    cdef int put_u32(self, Py_ssize_t place, uint32_t value) except -1:
+        put32(self._room(place), value)
+        return 0
+
+    cdef int put_u64(self, Py_ssize_t place, uint64_t value) except -1:
+        put64(self._room(place), value)
+        return 0
+
+    cdef int put_mark(self, Py_ssize_t place, uint64_t value) except -1:
+        put_mark(self._room(place), value)
+        return 0
 
 
 cpdef uint32_t crc32c_of(bytes some, Py_ssize_t first) noexcept:

@@ -22,9 +22,11 @@ from enum import IntEnum
 from typing import Any
 
 from nvpool.core.errors import CorruptRecord, NoSpace, TooManyOpen, WrongFormat
+from nvpool.core.primitives import RecordMemory
 from nvpool.core.units import KIB, MIB, SLOTS_PER_SESSION, Buffer
 from nvpool.shm.arena import Arena
 from nvpool.shm.memfd import make_sealed
+from nvpool.shm.mount_records import HANDLE, HANDLES_MAX, SLOT, HandleRecords, SlotRecords
 
 MAGIC = b"nvpkept\n"
 VERSION = 1
@@ -35,7 +37,6 @@ _DEVICE = struct.Struct("<B15s")
 _DEVICE_PLACE = 1024
 
 SHARDS_MAX = 1024
-HANDLES_MAX = 1 << 20
 LOCKS_MAX = 1 << 16
 FILES_MAX = 1 << 18
 WRITES_MAX = 1 << 14
@@ -45,11 +46,6 @@ SECRET_BYTES_MAX = 63
 
 SHARD = struct.Struct("<IB63sQ")
 """shard, length of the secret, secret, session (mark)"""
-SLOT = struct.Struct("<QQQ")
-"""sequence, method, unique number of the kernel's request (mark)"""
-HANDLE = struct.Struct("<QIIIIQQ")
-"""inode, flags of open(2) (with DIRECTORY for a directory; PUBLISHED), uid, gid, pid of the opener, unique
-number of the open request, handle (mark)"""
 LOCK = struct.Struct("<QQQQ")
 """inode, owner, handle through which the lock was acquired, kind (mark)"""
 FILE = struct.Struct("<QQQIIQ")
@@ -199,6 +195,9 @@ class KeptMemory:
         if self.shard_count > SHARDS_MAX:
             raise CorruptRecord(f"{self.shard_count} shards in the memory that a mount's process left")
         self.handles = Table(memory, places[1], HANDLE, HANDLES_MAX, Word.HANDLES)
+        records = RecordMemory(memory)
+        self.slot_records = SlotRecords(records, places[0] + SHARD.size, SHARD_BYTES)
+        self.handle_records = HandleRecords(records, self.handles)
         self.locks = Table(memory, places[2], LOCK, LOCKS_MAX, Word.LOCKS)
         self.files = Table(memory, places[3], FILE, FILES_MAX, Word.FILES)
         self.writes = Table(memory, places[4], WRITE, WRITES_MAX, Word.WRITES, in_turn=True)
@@ -278,17 +277,8 @@ class KeptMemory:
         place = self._shard_place(number)
         _MARK.pack_into(self.mapping, place + SHARD.size - 8, 0)
         for slot in range(SLOTS_PER_SESSION):
-            self.clear_slot(number, slot)
+            self.slot_records.clear(number, slot)
         SHARD.pack_into(self.mapping, place, shard, len(secret), secret, session)
-
-    def keep_slot(self, number: int, slot: int, sequence: int, method: int, unique: int) -> None:
-        """Record, before sending, that the change for kernel request `unique` has this sequence number."""
-        SLOT.pack_into(
-            self.mapping, self._shard_place(number) + SHARD.size + slot * SLOT.size, sequence, method, unique
-        )
-
-    def clear_slot(self, number: int, slot: int) -> None:
-        _MARK.pack_into(self.mapping, self._shard_place(number) + SHARD.size + slot * SLOT.size + 16, 0)
 
     def slots(self, number: int) -> list[tuple[int, int, int, int]]:
         """Return (slot, sequence, method, unique) of changes whose requests were not answered."""

@@ -19,7 +19,8 @@ from nvpool.fuse.protocol.constants import Op
 from nvpool.fuse.protocol.requests import FORMS, FuseRequest
 from nvpool.rpc.messages.direntries import pack_entry
 from nvpool.rpc.v1.meta_pb2 import Attr
-from nvpool.shm.mount_state import HANDLES_MAX, KeptMemory
+from nvpool.shm.mount_records import HANDLES_MAX
+from nvpool.shm.mount_state import KeptMemory
 from tests.fuse.test_cached_replies import CAPABILITY, Both, reply_count, state_of, theirs
 from tests.unit.client.data.test_short_circuit import QUICK, Host, run_whole
 

@@ -27,7 +27,8 @@ from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.transports import frame_fast_path
 from nvpool.rpc.v1.meta_pb2 import Attr, CreateReply, CreateRequest
 from nvpool.rpc.v1.wire_pb2 import META_CREATE
-from nvpool.shm.mount_state import HANDLES_MAX, KeptMemory
+from nvpool.shm.mount_records import HANDLES_MAX
+from nvpool.shm.mount_state import KeptMemory
 from tests.fuse.read_kernel import WAYS, Reading, path_decorators, until
 from tests.unit.client.data.test_short_circuit import Host, run_whole
 

@@ -88,7 +88,7 @@ class SlotJournal:
 
     def clear(self, number: int, slot: int) -> None:
         """Clear the record of a slot after its request was answered."""
-        self._memory.clear_slot(number, slot)
+        self._memory.slot_records.clear(number, slot)
 
     def shard_of(self, unique: int, method: int) -> int:
         """The shard to which the previous process sent such a change for the request; 0: none."""
@@ -101,7 +101,7 @@ class SlotJournal:
         if held is not None:
             if held.state is state and held.generation == state.generation:
                 # the old record would describe half of the next change
-                self._memory.clear_slot(state.record, held.slot)
+                self._memory.slot_records.clear(state.record, held.slot)
                 return held.slot, held.sequence + 1, held.generation
             self._over(held)
         early = self.early.get(unique)
@@ -122,14 +122,14 @@ class SlotJournal:
         early = self.early.pop(unique)
         state = self._shards[early.shard]
         del state.early[early.slot]
-        self._memory.clear_slot(state.record, early.slot)
+        self._memory.slot_records.clear(state.record, early.slot)
         if state.session:
             self._give_back(state, early.slot, early.sequence, state.generation)
         self._given_up(state, early.slot)
 
     def _over(self, held: PendingSlot) -> None:
         if held.state.generation == held.generation:
-            self._memory.clear_slot(held.state.record, held.slot)
+            self._memory.slot_records.clear(held.state.record, held.slot)
             self._give_back(held.state, held.slot, held.sequence, held.generation)
 
     def all_came_again(self, in_work: set[int]) -> None:
@@ -144,7 +144,7 @@ class SlotJournal:
                 self.held[unique] = None
 
     def note(self, number: int, slot: int, sequence: int, method: int, unique: int) -> None:
-        self._memory.keep_slot(number, slot, sequence, method, unique)
+        self._memory.slot_records.keep(number, slot, sequence, method, unique)
 
     def lost(self, shard: int) -> None:
         """Forget the records of a session that has ended."""

@@ -42,7 +42,7 @@ cdef extern from "_chunk_hash.h":
 cdef extern from "_clock.h":
     double boottime_s() nogil
 
-cdef extern from "_mount_state.h":
+cdef extern from "_record_mark.h":
     void put_mark(uint8_t *at, uint64_t mark) nogil
 
 cdef extern from "_fields.h":

@@ -1,7 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """Compiled replies from the caches, from the request to the reply; cached_replies.py has the contract."""
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_GetItem, PyDict_Size
@@ -17,7 +16,7 @@ from nvpool.core.clock import SystemClock
 from nvpool.core.grants import GRANT_BYTES
 from nvpool.core.grants import ENCRYPTED, READ as RIGHT_TO_READ
 from nvpool.core.ids import COUNTER_BITS
-from nvpool.shm.mount_state import HANDLE, HANDLES_MAX
+from nvpool.shm.mount_records cimport HandleRecords
 from nvpool.core.units import NAME_BYTES_MAX
 from nvpool.client.state.metadata_cache import ACL_FLAG, OpenInode
 from nvpool.client.state.small_file_cache import SMALL_BYTES
@@ -28,7 +27,6 @@ from nvpool.fuse.fast_path._leases cimport held_lease
 from nvpool.fuse.ops.kernel_cache.names import NAMED_TOGETHER, SENT_CHANGES_MAX
 from nvpool.fuse.ops.kernel_cache.pages import HAS_XATTRS, SEEN_MAX
 from nvpool.fuse.fast_path._slots cimport assign, born_as, get, place
-from nvpool.fuse.ops.handles import Handles
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import Opening
 from nvpool.core.posix.acl import ACCESS
@@ -45,9 +43,6 @@ cdef extern from "_clock.h":
 cdef extern from "_fields.h":
     uint8_t *put_number(uint8_t *at, uint8_t tag, uint64_t value) nogil
     uint8_t *put_fixed(uint8_t *at, uint8_t tag, uint64_t value) nogil
-
-cdef extern from "_mount_state.h":
-    void put_mark(uint8_t *at, uint64_t mark) nogil
 
 cdef enum:                      # linux/fuse.h
     LOOKUP = 1
@@ -73,7 +68,6 @@ cdef enum:                      # linux/fuse.h
     SECOND_NS = 1000000000
     ROOT = 1
     OPERATIONS = 64
-    HANDLE_BYTES = 40           # shm/mount_state.HANDLE
     ATTR_MAX = 256              # of an Attr as a message
     SLOTS_MAX = 64
     PUT_OFF_MAX = 16            # closes deferred to the end of a burst
@@ -103,11 +97,9 @@ cdef Py_ssize_t record_bytes = ENTRY_BYTES
 cdef uint32_t block_bytes = replies.BLOCK_BYTES
 cdef bytes capability = b"security.capability\0", access_list = ACCESS + b"\0"
 cdef uint32_t acl_flag = ACL_FLAG
-cdef Py_ssize_t grant_bytes = GRANT_BYTES, handles_max = HANDLES_MAX
-cdef int counter_bits = COUNTER_BITS, index_bits = HANDLES_MAX.bit_length() - 1
+cdef Py_ssize_t grant_bytes = GRANT_BYTES
+cdef int counter_bits = COUNTER_BITS
 cdef object attr_from = Attr.FromString
-
-assert HANDLE.size == HANDLE_BYTES
 
 cdef uint8_t encrypted = ENCRYPTED
 cdef Py_ssize_t file_inode = place(OpenInode, "inode"), file_layout = place(OpenInode, "layout")
@@ -273,10 +265,9 @@ cdef class CachedReplies:
     cdef uint64_t _attr_s, _entry_s
     cdef uint32_t _attr_ns, _entry_ns
     cdef tuple _takers
-    cdef object _handles, _table, _free, _view, _shards, _known_map, _partition_shards, _published_of, _published_writing
+    cdef object _handles, _view, _shards, _known_map, _partition_shards, _published_of, _published_writing
     cdef object _layout, _chunk_bits, _chunk_mask    # of the file that was opened last
-    cdef Py_buffer _view_of_kept
-    cdef uint8_t *_kept_handles
+    cdef HandleRecords _records
     cdef readonly Py_ssize_t taken
     cdef uint64_t _taken[OPERATIONS]
     cdef uint32_t _maker                            # the thread that created the last file
@@ -315,15 +306,7 @@ cdef class CachedReplies:
         self._published_of, self._published_writing = ops.published.handles_of, ops.published.writing
         self._handles, self._layout = ops.handles, Layout(0, 0)
         self._chunk_bits = self._chunk_mask = 0
-        memory = ops.kept
-        if memory is not None and type(self._handles) is Handles:
-            self._table, self._free = memory.handles, memory.handles.freed
-            PyObject_GetBuffer(memory.mapping, &self._view_of_kept, PyBUF_SIMPLE | PyBUF_WRITABLE)
-            self._kept_handles = <uint8_t *>self._view_of_kept.buf + <Py_ssize_t>memory.handles.place
-
-    def __dealloc__(self):
-        if self._kept_handles is not NULL:
-            PyBuffer_Release(&self._view_of_kept)
+        self._records = None if ops.kept is None else ops.kept.handle_records
 
     @property
     def all_taken(self):
@@ -777,32 +760,12 @@ cdef class CachedReplies:
 
     cdef object take_number(self, const In *head, uint32_t flags):
         """Compiled `Handles.take`, for an opened file."""
-        cdef uint64_t index, number
-        cdef uint8_t *record
-        if self._kept_handles is NULL or not self._free:
+        cdef uint64_t serial
+        if self._records is None:
             return self._handles.take(head.node, flags, Caller(head.uid, head.gid, head.pid), head.unique)
-        index = self._free.pop()
-        number = <uint64_t>self._handles.last + 1
-        self._handles.last = number
-        number = number << index_bits | index
-        record = self._kept_handles + index * HANDLE_BYTES
-        memcpy(record, &head.node, 8)
-        memcpy(record + 8, &flags, 4)
-        memcpy(record + 12, &head.uid, 12)      # with gid and pid
-        memcpy(record + 24, &head.unique, 8)
-        put_mark(record + 32, number)
-        return number
-
-    cdef int give_back(self, object key) except -1:
-        """Compiled `Handles.give_back`."""
-        cdef uint64_t index
-        if self._kept_handles is NULL:
-            self._handles.give_back(key)
-            return 0
-        index = <uint64_t>key & <uint64_t>(handles_max - 1)
-        put_mark(self._kept_handles + index * HANDLE_BYTES + 32, 0)
-        self._free.append(index)
-        return 0
+        serial = <uint64_t>self._handles.last + 1
+        self._handles.last = serial
+        return self._records.keep(serial, head.node, flags, head.uid, head.gid, head.pid, head.unique)
 
     cdef bint getxattr(self, uint64_t unique, uint64_t node, const uint8_t *at, Py_ssize_t count) except -1:
         """Compiled `ExtendedAttributes.has_no_xattr`.
@@ -937,7 +900,10 @@ cdef class CachedReplies:
             self.closed_quietly(inode, get(file, file_opened))
             self._paged.pop(inode, None)
         del self._files[key]
-        self.give_back(key)
+        if self._records is None:
+            self._handles.give_back(key)
+        else:
+            self._records.drop(key)
         if self._published_of or self._published_writing:
             self._published.closed(inode, key)
         self.send_done(head.unique)

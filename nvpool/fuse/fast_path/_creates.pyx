@@ -4,7 +4,6 @@
 creates.py has the contract.
 """
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_GetItem
@@ -18,7 +17,7 @@ import os
 
 from nvpool.core.clock import SystemClock, stopwatch_s
 from nvpool.core.ids import COUNTER_BITS, PARTITION_COUNT
-from nvpool.shm.mount_state import HANDLE, HANDLES_MAX, SHARD, SHARD_BYTES, SLOT
+from nvpool.shm.mount_records cimport HandleRecords, SlotRecords
 from nvpool.core.containers.bounded_map import too_old
 from nvpool.core.units import SLOTS_PER_SESSION
 from nvpool.client.state import metadata_cache as cache_module
@@ -26,6 +25,7 @@ from nvpool.client.rpc.change_fast_path import SentChange
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.leases import NEVER_S, WATCH_SHARE, InodeLease
 from nvpool.client.state.vfs_types import Caller, FileHandle
+from nvpool.fuse.ops.handles import FREE_MIN
 from nvpool.fuse.ops.kernel_cache.names import NAMED_TOGETHER, SENT_CHANGES_MAX
 from nvpool.fuse.ops.kernel_cache.pages import HAS_XATTRS, SEEN_MAX
 from nvpool.fuse.protocol import replies
@@ -41,9 +41,6 @@ from nvpool.rpc.v1.wire_pb2 import META_CREATE
 cdef extern from "_clock.h":
     double boottime_s() nogil
     long long wall_ns() nogil
-
-cdef extern from "_mount_state.h":
-    void put_mark(uint8_t *at, uint64_t mark) nogil
 
 cdef extern from "_fields.h":
     uint8_t *put_number(uint8_t *at, uint8_t tag, uint64_t value) nogil
@@ -69,8 +66,6 @@ cdef enum:
     GRANT_BYTES = 60
     BURST = 64                  # frames that wait for the end of a burst
     TURN = 16                   # replies sent before new requests are taken
-    HANDLE_BYTES = 40
-    SLOT_BYTES = 24
     S_IFMT = 0o170000
     S_IFREG = 0o100000
     READ_RIGHT = 1
@@ -88,15 +83,14 @@ cdef uint32_t block_bytes = replies.BLOCK_BYTES
 cdef uint32_t DIRECT_IO = Opening.DIRECT_IO.value, KEEP_CACHE = Opening.KEEP_CACHE.value, NOFLUSH = Opening.NOFLUSH.value
 cdef uint32_t has_xattrs = HAS_XATTRS
 cdef Py_ssize_t slots_max = SLOTS_PER_SESSION
-cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX, handles_max = HANDLES_MAX, renamed_max = cache_module._RENAMED_MAX
+cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX, renamed_max = cache_module._RENAMED_MAX
 cdef Py_ssize_t sent_changes_max = SENT_CHANGES_MAX, seen_max = SEEN_MAX
-cdef Py_ssize_t named_together = NAMED_TOGETHER
-cdef int counter_bits = COUNTER_BITS, index_bits = HANDLES_MAX.bit_length() - 1
+cdef Py_ssize_t named_together = NAMED_TOGETHER, handles_free_min = FREE_MIN
+cdef int counter_bits = COUNTER_BITS
 cdef double watch_share = WATCH_SHARE
-cdef Py_ssize_t shard_bytes = SHARD_BYTES, shard_head_bytes = SHARD.size
 cdef object attr_from = Attr.FromString
 
-assert HANDLE.size == HANDLE_BYTES and SLOT.size == SLOT_BYTES and PARTITION_COUNT == 1 << 63 - COUNTER_BITS
+assert PARTITION_COUNT == 1 << 63 - COUNTER_BITS
 
 
 # -- messages --------------------------------------------------------------------------------------------------------------
@@ -353,18 +347,17 @@ cdef class Creates(PendingReply):
     """
     cdef readonly object path, requests
     cdef readonly uint64_t made     # files
-    cdef object ops, cached_names, pages, bypass, changes, vfs, meta, view, dialer, cache, leases, handles, published, known_map, _clock, table
+    cdef object ops, cached_names, pages, bypass, changes, vfs, meta, view, dialer, cache, leases, handles, published, known_map, _clock
     cdef object partition_shards, writer
     cdef dict shards, files, work, held, early, opened, attrs, entries, renamed, complete_dirs, leases_by_inode, seen, ways, endpoints
     cdef dict appending, barred, counters, sent_changes
     cdef bytearray buffer
     cdef list waiting
-    cdef uint8_t *kept
-    cdef Py_buffer view_of_kept
-    cdef Py_ssize_t handles_place, shards_place
+    cdef HandleRecords handle_records
+    cdef SlotRecords slot_records
     cdef uint64_t epoch
     cdef int fd
-    cdef bint is_system, is_single, writeback, names_count, has_kept
+    cdef bint is_system, is_single, writeback, names_count
     cdef double patience_s
     cdef Py_ssize_t in_work_max, cached_max
     cdef uint64_t[2] keep_s
@@ -382,7 +375,7 @@ cdef class Creates(PendingReply):
         self.cache, self.opened, self.attrs, self.entries = cache, cache.open, cache.attrs, cache.entries
         self.renamed, self.complete_dirs, self.cached_max = cache.renamed_s, cache.complete_dirs, cache.options.cached_entries
         self.leases, self.leases_by_inode, self.writer = vfs.leases, vfs.leases.by_inode, vfs.writer
-        self.handles, self.table, self.published, self.barred = ops.handles, memory.handles, ops.published, ops.published.barred
+        self.handles, self.published, self.barred = ops.handles, ops.published, ops.published.barred
         self.files, self.appending, self.sent_changes, self.seen = ops.files.by_handle, ops.files.appending, ops.cached_names.sent_changes, ops.cached_pages.seen
         self._clock = meta.clock
         self.is_system = type(meta.clock) is SystemClock
@@ -392,13 +385,7 @@ cdef class Creates(PendingReply):
         self.keep_s[0], self.keep_ns[0] = requests.keep_entry
         self.keep_s[1], self.keep_ns[1] = requests.keep_attr
         self.ways, self.endpoints, self.waiting = {}, {}, []
-        self.handles_place, self.shards_place = memory.handles.place, memory.shards_place
-        PyObject_GetBuffer(memory.mapping, &self.view_of_kept, PyBUF_SIMPLE | PyBUF_WRITABLE)
-        self.kept, self.has_kept = <uint8_t *>self.view_of_kept.buf, True
-
-    def __dealloc__(self):
-        if self.has_kept:
-            PyBuffer_Release(&self.view_of_kept)
+        self.handle_records, self.slot_records = memory.handle_records, memory.slot_records
 
     cdef double now_s(self) except -1:
         return boottime_s() if self.is_system else self._clock.boottime_s()
@@ -415,7 +402,6 @@ cdef class Creates(PendingReply):
         cdef uint64_t unique
         cdef uint32_t flags, mode, pid, umask
         cdef PyObject *found
-        cdef Py_ssize_t used, free
         if count < REQUEST_BYTES + 2 or count > REQUEST_BYTES + NAME_MAX + 1 or count > PyByteArray_GET_SIZE(self.buffer):
             return False
         memcpy(&unique, at + 8, 8)
@@ -471,9 +457,7 @@ cdef class Creates(PendingReply):
         unique_key = unique
         if unique_key in self.held or unique_key in self.early:
             return False
-        # Space for the handle, as Handles.has_room.
-        free, used = len(self.table.freed), self.table.used
-        if free + handles_max - used <= 4096:
+        if not self.handle_records.has_room(handles_free_min):
             return False
         cdef bytes name = PyBytes_FromStringAndSize(<const char *>create.name, create.name_bytes)
         parent_key = create.parent
@@ -502,10 +486,7 @@ cdef class Creates(PendingReply):
         one.since_s, one.sent_s, one.deadline_s, one.is_done = requests.since_s, now_s, deadline_s, False
         self.counters["changes"] += 1
         # Before the request is sent: a successor of this process sends it again under this name.
-        cdef uint8_t *record = self.slot_of(state.record, create.slot)
-        put64(record, create.sequence)
-        put64(record + 8, method_of_creates)
-        put_mark(record + 16, unique)
+        self.slot_records.keep(state.record, create.slot, create.sequence, method_of_creates, unique)
         cdef uint8_t *frame = way.frames + way.filled
         cdef Py_ssize_t length = pack_request(frame + HEADER_BYTES, &create)
         one.message = PyBytes_FromStringAndSize(<const char *>frame + HEADER_BYTES, length)
@@ -529,10 +510,6 @@ cdef class Creates(PendingReply):
         self.epoch = pool_map.epoch
         self.known_map = pool_map
         return 0
-
-    cdef uint8_t *slot_of(self, Py_ssize_t number, Py_ssize_t slot) noexcept:
-        """Address of the slot's record, as in `KeptMemory.keep_slot`."""
-        return self.kept + self.shards_place + number * shard_bytes + shard_head_bytes + slot * SLOT_BYTES
 
     cdef int renamed_now(self, parent, now) except -1:
         """Note a changed name in the directory, as `MetadataCache.forget_entry` does."""
@@ -575,8 +552,7 @@ cdef class Creates(PendingReply):
         """
         cdef Born born
         cdef uint8_t[ANSWER_BYTES] answer
-        cdef uint8_t *record
-        cdef uint64_t handle, index
+        cdef uint64_t handle, serial
         cdef int code
         cdef uint32_t flags = one.flags, open_flags = 0
         cdef PyObject *found
@@ -584,7 +560,7 @@ cdef class Creates(PendingReply):
         if not take_reply(message, count, &born):
             return False
         cdef object requests = self.requests, state = one.state, inode = born.file.inode
-        cdef object handles = self.handles, table = self.table
+        cdef object handles = self.handles
         if (inode in self.opened or state.generation != one.generation or born.parent.inode != one.parent
                 or born.file.inode >> counter_bits != one.parent >> counter_bits):
             return False
@@ -596,23 +572,13 @@ cdef class Creates(PendingReply):
         found = PyDict_GetItem(self.work, one.unique)
         if found is NULL or (<tuple><object>found)[0] is not one:
             return False
-        free = table.freed
-        if not free and table.used >= handles_max:
+        if not self.handle_records.has_room(0):
             return False
         one.is_done = True
         # The handle is recorded before the kernel gets it.
-        index = free.pop() if free else table.take()
-        cdef uint64_t serial = <uint64_t>handles.last + 1
+        serial = <uint64_t>handles.last + 1
         handles.last = serial
-        handle = serial << index_bits | index
-        record = self.kept + self.handles_place + index * HANDLE_BYTES
-        put64(record, born.file.inode)
-        put32(record + 8, flags)
-        put32(record + 12, one.uid)
-        put32(record + 16, one.gid)
-        put32(record + 20, one.pid)
-        put64(record + 24, one.unique)
-        put_mark(record + 32, handle)
+        handle = self.handle_records.keep(serial, born.file.inode, flags, one.uid, one.gid, one.pid, one.unique)
         if flags & APPEND and not reads_only:
             open_flags |= DIRECT_IO
         if self.writeback:
@@ -634,7 +600,7 @@ cdef class Creates(PendingReply):
             self.keep_books(one, &born, handle, inode)
         finally:
             # The request is answered, so its slot is free.
-            put_mark(self.slot_of(state.record, one.slot) + 16, 0)
+            self.slot_records.clear(state.record, one.slot)
             state.slots.append((one.slot, one.slot_sequence))
             if state.waiting:
                 state.wake()

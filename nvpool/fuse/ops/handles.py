@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 from nvpool.client.rpc.slot_journal import asking
 from nvpool.client.state.vfs_types import Caller
-from nvpool.shm.mount_state import DIRECTORY, HANDLES_MAX, PUBLISHED, KeptMemory, Word
+from nvpool.shm.mount_records import HANDLES_MAX
+from nvpool.shm.mount_state import DIRECTORY, PUBLISHED, KeptMemory, Word
 
-_INDEX_BITS = HANDLES_MAX.bit_length() - 1
 _SERIALS_PER_LIFE_BITS = 24
 _ROOT = Caller(0, 0)
-_ROOM_MIN = 4096
+FREE_MIN = 4096
+"""Free numbers that are enough for all requests that may be pending at a time."""
 
 
 class PredecessorHandle(NamedTuple):
@@ -49,36 +50,32 @@ class Handles:
     @property
     def has_room(self) -> bool:
         """Whether enough numbers are free for all requests that may be pending at a time."""
-        return self._memory is None or self._memory.handles.free > _ROOM_MIN
+        return self._memory is None or self._memory.handle_records.has_room(FREE_MIN)
 
     def take(self, inode: int, flags: int, caller: Caller, unique: int, *, published: bool = False) -> int:
         """Allocate a number that no open file has, for request `unique` of the kernel.
 
         `published`: read workers may read the file, until `take_back`. Raises TooManyOpen.
         """
-        self.last = number = self.last + 1
-        memory = self._memory
-        if memory is not None:
-            index = memory.handles.take()
-            number = number << _INDEX_BITS | index
-            memory.handles.put(
-                index,
-                inode,
-                flags | published * PUBLISHED,
-                caller.uid,
-                caller.gid,
-                caller.pid & 0xFFFFFFFF,
-                unique,
-                number,
-            )
-        return number
+        self.last = serial = self.last + 1
+        if self._memory is None:
+            return serial
+        return self._memory.handle_records.keep(
+            serial,
+            inode,
+            flags | published * PUBLISHED,
+            caller.uid,
+            caller.gid,
+            caller.pid & 0xFFFFFFFF,
+            unique,
+        )
 
     def directory(self, inode: int) -> int:
         return self.take(inode, DIRECTORY, _ROOT, asking())
 
     def give_back(self, number: int) -> None:
         if self._memory is not None:
-            self._memory.handles.give_back(number & HANDLES_MAX - 1)
+            self._memory.handle_records.drop(number)
 
     def take_back(self, number: int) -> None:
         self._memory.unpublish(number & HANDLES_MAX - 1)

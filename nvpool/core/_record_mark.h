@@ -1,9 +1,9 @@
-/* Stores marks into memory that outlives this process (shm/mount_state). A mark becomes visible after
+/* Stores marks into memory that outlives this process (RecordMemory in primitives). A mark becomes visible after
    everything that the mark validates, and as one store, because the process may be killed between any two
    instructions. */
 
-#ifndef NVPOOL_BASE_KEPT_H
-#define NVPOOL_BASE_KEPT_H
+#ifndef NVPOOL_CORE_RECORD_MARK_H
+#define NVPOOL_CORE_RECORD_MARK_H
 
 #include <stdint.h>
 
