@@ -39,7 +39,6 @@ cdef class ByteReader:
     cdef const uint8_t *_end
     cdef readonly bint failed
     cdef readonly uint64_t value
-    cdef uint64_t _last
     cdef const uint8_t *_blob
     cdef int open(self, bytes raw) except -1
     cdef uint64_t u8(self) noexcept
@@ -52,7 +51,7 @@ cdef class ByteReader:
     cdef int64_t signed(self) noexcept
     cdef bytes blob(self)
     cdef Py_ssize_t enter(self) noexcept
-    cdef int leave(self, Py_ssize_t mark, uint64_t tag) noexcept
+    cdef int leave(self, Py_ssize_t mark) noexcept
     cdef Py_ssize_t place(self) noexcept
 
 

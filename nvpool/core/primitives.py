@@ -137,7 +137,7 @@ class ByteReader:
     After a read beyond the end `failed` is True, and the values are 0.
     """
 
-    __slots__ = ("_raw", "_at", "_end", "failed", "value", "_last", "_blob")
+    __slots__ = ("_raw", "_at", "_end", "failed", "value", "_blob")
 
     def __init__(self) -> None:
         self.open(b"")
@@ -148,7 +148,7 @@ class ByteReader:
             raise TypeError(f"expected bytes, got {type(raw).__name__}")
         self._raw, self._at, self._end = raw, 0, len(raw)
         self.failed = False
-        self.value = self._last = self._blob = 0
+        self.value = self._blob = 0
 
     def _number(self, count: int, signed: bool = False) -> int:
         at = self._at
@@ -197,16 +197,15 @@ class ByteReader:
     def field(self) -> int:
         """Read the next field of a message; return its tag, or 0 at the end and if `failed`.
 
-        The value of a number is in `value`. Fields must be in ascending order, as our encoders write them; a number
-        has at most 63 bits, unless it is fixed64.
+        The value of a number is in `value`; a number has at most 63 bits, unless it is fixed64.
         """
         if self._at == self._end:
             return 0
         tag = self._varint()
-        if self.failed or tag >> 32 or tag >> 3 <= self._last:
+        if self.failed or tag >> 32 or not tag >> 3:
             self.failed, self._at = True, self._end
             return 0
-        self._last, kind = tag >> 3, tag & 7
+        kind = tag & 7
         if kind == 0:
             self.value = self._varint()
         elif kind == 1:
@@ -236,13 +235,12 @@ class ByteReader:
     def enter(self) -> int:
         """Read the fields of the message that is in the last field. Returns a mark for `leave`."""
         mark = self._end
-        self._at, self._end, self._last = self._blob, self._blob + self.value, 0
+        self._at, self._end = self._blob, self._blob + self.value
         return mark
 
-    def leave(self, mark: int, tag: int) -> None:
-        """Continue behind the message, which was the field `tag`."""
-        self._at = self._end
-        self._end, self._last = mark, tag >> 3
+    def leave(self, mark: int) -> None:
+        """Continue behind the message."""
+        self._at, self._end = self._end, mark
 
     def place(self) -> int:
         """Number of bytes up to the end of the last field."""

@@ -210,7 +210,7 @@ cdef class ByteReader:
         self._base = self._at = <const uint8_t *>PyBytes_AS_STRING(raw)
         self._end = self._at + len(raw)
         self.failed = False
-        self.value = self._last = 0
+        self.value = 0
         return 0
 
     cdef uint64_t u8(self) noexcept:
@@ -254,11 +254,10 @@ cdef class ByteReader:
         if self._at == self._end:
             return 0
         self._at = take_varint(self._at, self._end, &tag)
-        if self._at is NULL or tag >> 32 or tag >> 3 <= self._last:
+        if self._at is NULL or tag >> 32 or not tag >> 3:
             self.failed = True
             self._at = self._end
             return 0
-        self._last = tag >> 3
         cdef uint64_t kind = tag & 7
         if kind == 0:
             self._at = take_varint(self._at, self._end, &self.value)
@@ -287,12 +286,11 @@ cdef class ByteReader:
 
     cdef Py_ssize_t enter(self) noexcept:
         cdef Py_ssize_t mark = self._end - self._base
-        self._at, self._end, self._last = self._blob, self._blob + self.value, 0
+        self._at, self._end = self._blob, self._blob + self.value
         return mark
 
-    cdef int leave(self, Py_ssize_t mark, uint64_t tag) noexcept:
-        self._at = self._end
-        self._end, self._last = self._base + mark, tag >> 3
+    cdef int leave(self, Py_ssize_t mark) noexcept:
+        self._at, self._end = self._end, self._base + mark
         return 0
 
     cdef Py_ssize_t place(self) noexcept:

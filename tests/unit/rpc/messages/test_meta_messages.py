@@ -112,6 +112,13 @@ def test_broken_message_is_decoded_like_protobuf_or_refused(expected, faults):
         values_of(typed.FromString(bytes(raw)), read)
 
 
+@given(st.sampled_from(NAMES).flatmap(lambda name: st.lists(messages_of(name), min_size=2, max_size=3)))
+def test_joined_messages_decode_as_one(parts):
+    """As the shard joins the stored part of a reply, a lease and the directory."""
+    raw = b"".join(part.SerializeToString() for part in parts)
+    values_of(class_of(parts[0]).FromString(raw), type(parts[0]).FromString(raw))
+
+
 def test_generated_files_are_up_to_date():
     tool = Path(__file__).parents[4] / "tools" / "generate_codec.py"
     done = subprocess.run([sys.executable, str(tool), "--check"], capture_output=True, text=True, check=False)
