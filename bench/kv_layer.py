@@ -21,7 +21,7 @@ from pathlib import Path
 import lmdb
 
 from nvpool.kv.engine import LmdbKv, LmdbOptions
-from nvpool.kv.journal import encode
+from nvpool.kv.journal_record import encode
 
 SIZES = (24, 40, 100, 60)
 

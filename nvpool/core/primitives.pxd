@@ -30,6 +30,8 @@ cdef class ByteWriter:
     cdef Py_ssize_t open(self, uint64_t tag) except -1
     cdef int close(self, Py_ssize_t mark) except -1
     cdef int put_u32(self, Py_ssize_t place, uint32_t value) except -1
+    cdef int put_u64(self, Py_ssize_t place, uint64_t value) except -1
+    cdef uint32_t crc(self, Py_ssize_t first) noexcept
 
 
 cdef class ByteReader:
@@ -46,6 +48,7 @@ cdef class ByteReader:
     cdef uint64_t u32(self) noexcept
     cdef uint64_t u64(self) noexcept
     cdef int64_t i64(self) noexcept
+    cdef bytes raw(self, uint64_t count)
     cdef bytes rest(self)
     cdef uint64_t field(self) noexcept
     cdef int64_t signed(self) noexcept
@@ -69,7 +72,7 @@ cdef class RecordMemory:
     cdef int put_mark(self, Py_ssize_t place, uint64_t value) except -1
 
 
-cpdef uint32_t crc32c_of(bytes some, Py_ssize_t first) noexcept
+cpdef uint32_t crc32c_of(bytes some, Py_ssize_t first, Py_ssize_t end=*) noexcept
 cpdef bytes reply_frame(uint32_t number, uint32_t status, bytes message)
 cpdef double boottime_s() noexcept
 cpdef int64_t wall_ns() noexcept

@@ -8,6 +8,7 @@ modules (a `.py` beside a `.pxd`) use nothing else that needs pointers, so each 
 from __future__ import annotations
 
 import struct
+import sys
 from typing import Any
 
 from nvpool.core.checksum import crc32c
@@ -28,7 +29,7 @@ class ByteWriter:
         self._bytes = bytearray()
 
     def begin(self) -> None:
-        """Empty the buffer."""
+        """Empty the buffer; memory beyond 64 KiB is given back."""
         self._bytes.clear()
 
     def size(self) -> int:
@@ -130,6 +131,14 @@ class ByteWriter:
         """Overwrite four bytes."""
         self._bytes[place : place + 4] = value.to_bytes(4, "little")
 
+    def put_u64(self, place: int, value: int) -> None:
+        """Overwrite eight bytes."""
+        self._bytes[place : place + 8] = value.to_bytes(8, "little")
+
+    def crc(self, first: int) -> int:
+        """CRC32C of the content from `first` on."""
+        return crc32c(bytes(self._bytes[first:]))
+
 
 class ByteReader:
     """Reads numbers and protobuf fields of a byte string.
@@ -177,6 +186,15 @@ class ByteReader:
     def i64(self) -> int:
         """Read an i64."""
         return self._number(8, True)
+
+    def raw(self, count: int) -> bytes:
+        """Read `count` bytes."""
+        at = self._at
+        if self._end - at < count:
+            self.failed = True
+            return b""
+        self._at = at + count
+        return self._raw[at : at + count]
 
     def rest(self) -> bytes:
         """All bytes that are not read yet."""
@@ -312,9 +330,9 @@ class RecordMemory:
         self._put(_MARK, place, value)
 
 
-def crc32c_of(some: bytes, first: int) -> int:
-    """CRC32C of some[first:]."""
-    return crc32c(some[first:])
+def crc32c_of(some: bytes, first: int, end: int = sys.maxsize) -> int:
+    """CRC32C of some[first:end]."""
+    return crc32c(some[first:end])
 
 
 def reply_frame(number: int, status: int, message: bytes) -> bytes:

@@ -8,6 +8,9 @@ from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy, memmove
 
+cdef extern from "Python.h":
+    const Py_ssize_t PY_SSIZE_T_MAX
+
 cdef extern from "_clock.h":
     int slot_of(double took_s) nogil
     double boottime_s_c "boottime_s"() nogil
@@ -44,6 +47,7 @@ cdef enum:
     REPLY = 3
     SCALAR_BYTES_MAX = 24       # a tag and a number
     FIRST_BYTES = 4096
+    KEPT_BYTES_MAX = 65536
 
 
 cdef class ByteWriter:
@@ -66,6 +70,10 @@ cdef class ByteWriter:
 
     cdef int begin(self) except -1:
         self._at = self._begin
+        if self._end - self._at > KEPT_BYTES_MAX:
+            free(self._begin)
+            self._begin = self._at = self._end = NULL
+            self._grow(FIRST_BYTES)
         return 0
 
     cdef Py_ssize_t size(self) noexcept:
@@ -203,6 +211,13 @@ cdef class ByteWriter:
         put32(self._begin + place, value)
         return 0
 
+    cdef int put_u64(self, Py_ssize_t place, uint64_t value) except -1:
+        put64(self._begin + place, value)
+        return 0
+
+    cdef uint32_t crc(self, Py_ssize_t first) noexcept:
+        return crc_of(self._begin + first, self._at - self._begin - first)
+
 
 cdef class ByteReader:
     cdef int open(self, bytes raw) except -1:
@@ -243,6 +258,13 @@ cdef class ByteReader:
 
     cdef int64_t i64(self) noexcept:
         return <int64_t>self.u64()
+
+    cdef bytes raw(self, uint64_t count):
+        if count > <uint64_t>(self._end - self._at):
+            self.failed = True
+            return b""
+        self._at += count
+        return PyBytes_FromStringAndSize(<const char *>self._at - count, <Py_ssize_t>count)
 
     cdef bytes rest(self):
         if self._at == self._end:
@@ -338,9 +360,10 @@ cdef class RecordMemory:
         return 0
 
 
-cpdef uint32_t crc32c_of(bytes some, Py_ssize_t first) noexcept:
-    first = min(first, PyBytes_GET_SIZE(some))
-    return crc_of(<const uint8_t *>PyBytes_AS_STRING(some) + first, PyBytes_GET_SIZE(some) - first)
+cpdef uint32_t crc32c_of(bytes some, Py_ssize_t first, Py_ssize_t end=PY_SSIZE_T_MAX) noexcept:
+    end = min(end, PyBytes_GET_SIZE(some))
+    first = min(first, end)
+    return crc_of(<const uint8_t *>PyBytes_AS_STRING(some) + first, end - first)
 
 
 cpdef bytes reply_frame(uint32_t number, uint32_t status, bytes message):

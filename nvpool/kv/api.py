@@ -10,10 +10,7 @@ All calls come from one thread, the one of the event loop. Only `sync`, `room` a
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any, Protocol
-
-from nvpool.core.compiled_loader import load_compiled
-from nvpool.core.errors import InvalidRequest, TooBig
+from typing import Protocol
 
 Effect = tuple[bytes, bytes | None]
 """A key and its new value, or None to delete the key. Deleting an absent key is no error."""
@@ -26,39 +23,6 @@ KEY_END = b"\xff" * KEY_BYTES_MAX
 
 VALUE_BYTES_MAX = 1 << 20
 """Maximum length of a value, far above any record of nvpool; bounds the size of one change in the journal."""
-
-
-def checked_effects_plain(effects: Iterable[Effect]) -> dict[bytes, bytes | None]:
-    """Return the effects of one change by key.
-
-    InvalidRequest: a key is empty, too long, not below KEY_END, or occurs twice; or a key or value is not
-    bytes.
-    TooBig: a value is longer than VALUE_BYTES_MAX.
-    """
-    pairs = effects if type(effects) is list else list(effects)
-    changed = dict(pairs)
-    if len(changed) != len(pairs):
-        raise InvalidRequest("a key occurs twice in one change")
-    for key, value in pairs:
-        if type(key) is not bytes or not 0 < len(key) <= KEY_BYTES_MAX or key == KEY_END:
-            raise InvalidRequest(f"a key is 1 to {KEY_BYTES_MAX} bytes and below KEY_END, not {key!r:.80}")
-        if value is not None:
-            if type(value) is not bytes:
-                raise InvalidRequest(f"a value is bytes, not {type(value).__name__}")
-            if len(value) > VALUE_BYTES_MAX:
-                raise TooBig(f"a value has {VALUE_BYTES_MAX} bytes at most, not {len(value)}")
-    return changed
-
-
-def _checked_compiled(effects: Iterable[Effect]) -> dict[bytes, bytes | None]:
-    pairs = effects if type(effects) is list else list(effects)
-    changed = _journal_record.checked_effects(pairs)
-    # On an error, the Python version raises it with the reason.
-    return changed if changed is not None else checked_effects_plain(pairs)
-
-
-_journal_record: Any = load_compiled("nvpool.kv._journal_record")
-checked_effects = checked_effects_plain if _journal_record is None else _checked_compiled
 
 
 class Snapshot(Protocol):
@@ -117,7 +81,7 @@ class Kv(Protocol):
         Fenced: an earlier write or sync of the journal failed; the engine accepts no changes until it is
         reopened.
         Busy: the memtable is full; await room(), then repeat.
-        InvalidRequest, TooBig: `checked_effects` rejects the effects; a bug of the caller.
+        InvalidRequest, TooBig: `kv/journal_record.checked_effects` rejects the effects; a bug of the caller.
         """
 
     async def sync(self, sequence: int | None = None) -> None:

@@ -37,9 +37,10 @@ from nvpool.core.errors import (
     WrongFormat,
 )
 from nvpool.core.futures import abandon
-from nvpool.kv.api import KEY_END, Effect, checked_effects
+from nvpool.kv.api import KEY_END, Effect
 from nvpool.kv.data_dir import EngineDirectory
-from nvpool.kv.journal import Journal, JournalRecord, encode
+from nvpool.kv.journal import Journal
+from nvpool.kv.journal_record import JournalRecord, checked_effects, encode
 from nvpool.kv.lmdb_env import LmdbTree, Mark
 from nvpool.kv.memtable import Layer
 from nvpool.kv.options import LmdbOptions

@@ -3,20 +3,10 @@
 An appended change survives the death of the process and, after a sync, a power loss.
 
 Two preallocated files, `journal-0` and `journal-1`, alternate: generation g is written from the start of file
-g mod 2. A file consists of records only, one after the other. The bytes after the last record are older or
-zero, and their generation and number do not match. A record, little-endian:
-
-    0   crc         u32   CRC32C of everything after it, bytes 4 to length
-    4   length      u32   of the whole record, 40 at least
-    8   term        u64   of the primary that made the change
-    16  generation  u64
-    24  sequence    u64   1, 2, 3, … without a gap over all generations
-    32  effects     u32   how many follow
-    36  reserved    u32   0
-    40  effects, each:  key length u16 · value length u32, 0xFFFFFFFF for a deletion · key · value
-
-The effects fill the record exactly. Replay ends at the first record whose length, CRC, generation or number
-does not match. A generation is never started twice, so the remains of a torn write cannot become valid later.
+g mod 2. A file consists of records only (kv/journal_record), one after the other. The bytes after the last record
+are older or zero, and their generation and number do not match. Replay ends at the first record whose length, CRC,
+generation or number does not match. A generation is never started twice, so the remains of a torn write cannot
+become valid later.
 
 Only the LMDB engine uses this module. All file I/O goes through `os` calls, one pwrite for each change or
 shipped group, so that a preloaded library can record the calls and let them fail. Only `sync_file` waits; it is called in a
@@ -28,96 +18,15 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-from nvpool.core.checksum import crc32c
-from nvpool.core.compiled_loader import load_compiled
 from nvpool.core.errors import Fenced, NvpoolError, from_os_error
+from nvpool.kv.journal_record import HEAD_BYTES, JournalRecord, decode, generation_of
 
-_journal_record = load_compiled("nvpool.kv._journal_record")
-
-_HEAD = struct.Struct("<IQQQII")  # without the CRC
-_HEAD_BYTES = 4 + _HEAD.size
-_EFFECT = struct.Struct("<HI")
-_DELETED = 0xFFFFFFFF
 _PAGE_BYTES = 4096
 _ZEROS = bytes(_PAGE_BYTES)
 _PIECE_BYTES = 1 << 16
-
-
-class JournalRecord(NamedTuple):
-    term: int
-    generation: int
-    sequence: int
-    effects: list[tuple[bytes, bytes | None]]
-    length: int
-
-
-def encode_plain(term: int, generation: int, sequence: int, effects: dict[bytes, bytes | None]) -> bytes:
-    """Encode a record of effects that `api.checked_effects` has accepted."""
-    pack = _EFFECT.pack
-    body = b"".join(
-        [
-            pack(len(key), _DELETED) + key if value is None else pack(len(key), len(value)) + key + value
-            for key, value in effects.items()
-        ]
-    )
-    head = _HEAD.pack(_HEAD_BYTES + len(body), term, generation, sequence, len(effects), 0)
-    return crc32c(body, crc32c(head)).to_bytes(4, "little") + head + body
-
-
-encode = encode_plain if _journal_record is None else _journal_record.encode
-
-Adopted = tuple[list[bytes], list[dict[bytes, bytes | None]], int]
-"""Records of a shipped group, encoded for this journal; the effects of each; and the number of all effects."""
-
-
-def adopt(payload: bytes, term: int, generation: int, sequence: int) -> Adopted | None:
-    """Encode the records of a shipped group again, for a journal that ends with change `sequence`.
-
-    Records up to `sequence` are left out. None if a record is invalid, of another term than `term`, or not the
-    next change; and without a compiler. The caller then decodes the records one by one.
-    """
-    if _journal_record is None:
-        return None
-    adopted: Adopted | None = _journal_record.adopt(payload, term, generation, sequence)
-    return adopted
-
-
-def decode(buffer: memoryview, offset: int) -> JournalRecord | None:
-    """Decode the record at `offset`.
-
-    The result is None if there is no complete and valid record. Invalid bytes never raise an error.
-    """
-    if len(buffer) - offset < _HEAD_BYTES:
-        return None
-    length, term, generation, sequence, count, reserved = _HEAD.unpack_from(buffer, offset + 4)
-    end = offset + length
-    if length < _HEAD_BYTES or end > len(buffer) or reserved:
-        return None
-    if crc32c(buffer[offset + 4 : end]) != int.from_bytes(buffer[offset : offset + 4], "little"):
-        return None
-    effects: list[tuple[bytes, bytes | None]] = []
-    at = offset + _HEAD_BYTES
-    for _ in range(count):
-        if end - at < _EFFECT.size:
-            return None
-        key_bytes, value_bytes = _EFFECT.unpack_from(buffer, at)
-        at += _EFFECT.size
-        deleted = value_bytes == _DELETED
-        if end - at < key_bytes + (0 if deleted else value_bytes):
-            return None
-        key = bytes(buffer[at : at + key_bytes])
-        at += key_bytes
-        if deleted:
-            effects.append((key, None))
-        else:
-            effects.append((key, bytes(buffer[at : at + value_bytes])))
-            at += value_bytes
-    return JournalRecord(term, generation, sequence, effects, length) if at == end else None
 
 
 class Journal:
@@ -201,7 +110,7 @@ class Journal:
         try:
             return (
                 os.pread(descriptor, 4, offset) != record[:4]
-                or os.pwrite(descriptor, bytes(_HEAD_BYTES), offset) == _HEAD_BYTES
+                or os.pwrite(descriptor, bytes(HEAD_BYTES), offset) == HEAD_BYTES
             )
         except OSError:
             return False
@@ -234,8 +143,8 @@ class Journal:
     @staticmethod
     def _read(descriptor: int, generation: int) -> memoryview:
         try:
-            head = os.pread(descriptor, _HEAD_BYTES, 0)
-            if len(head) < _HEAD_BYTES or _HEAD.unpack_from(head, 4)[2] != generation:
+            head = os.pread(descriptor, HEAD_BYTES, 0)
+            if len(head) < HEAD_BYTES or generation_of(head) != generation:
                 return memoryview(b"")  # usual after a clean stop: avoids reading the whole file
             size, offset = os.fstat(descriptor).st_size, 0
             # An own mapping, filled in small pieces: after freeing bytes of this size, malloc would later

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 
 from nvpool.core.errors import Fenced, InvalidRequest
-from nvpool.kv.api import Effect, checked_effects
+from nvpool.kv.api import Effect
+from nvpool.kv.journal_record import checked_effects
 from nvpool.kv.memtable import OrderedKeys
 from nvpool.kv.snapshot import EngineSnapshot, SnapshotSet
 

@@ -16,7 +16,8 @@ from nvpool.core.errors import CorruptRecord, InvalidRequest, NoSpace, NvpoolErr
 from nvpool.kv.api import Effect
 from nvpool.kv.data_dir import EngineDirectory
 from nvpool.kv.engine import LmdbKv
-from nvpool.kv.journal import Journal, JournalRecord, adopt, decode, encode
+from nvpool.kv.journal import Journal
+from nvpool.kv.journal_record import JournalRecord, adopt, decode, encode
 from nvpool.kv.lmdb_env import LmdbTree, Mark
 from nvpool.kv.options import LmdbOptions
 from nvpool.kv.replication.commit_mark import read_mark

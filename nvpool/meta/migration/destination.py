@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 from nvpool.core.errors import Bug, Busy, CorruptFrame, InvalidRequest, StaleEpoch, StaleTerm
 from nvpool.kv.api import Effect
-from nvpool.kv.journal import decode
+from nvpool.kv.journal_record import decode
 from nvpool.meta.migration.cleanup import PartitionCleanup, seen_effect
 from nvpool.meta.migration.sessions import bring_all
 from nvpool.meta.migration.shard_context import ShardContext

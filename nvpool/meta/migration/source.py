@@ -27,7 +27,7 @@ import struct
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from nvpool.core.errors import Busy, Fenced, NvpoolError, StaleEpoch, StaleTerm
-from nvpool.kv.journal import encode
+from nvpool.kv.journal_record import encode
 from nvpool.meta.migration.cleanup import PartitionCleanup
 from nvpool.meta.migration.sessions import sessions_to_move
 from nvpool.meta.migration.shard_context import ShardContext

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 
 from nvpool.core.checksum import crc32c
 from nvpool.core.errors import DriveFailed, Fenced, InvalidRequest, NoSpace, TooBig
-from nvpool.kv.api import KEY_END, VALUE_BYTES_MAX, checked_effects, checked_effects_plain
-from nvpool.kv.journal import Journal, JournalRecord, decode, encode, encode_plain
-from nvpool.kv.journal import _journal_record as _record
+from nvpool.kv.api import KEY_END, VALUE_BYTES_MAX
+from nvpool.kv.journal import Journal
+from nvpool.kv.journal_record import JournalRecord, adopt, checked_effects, decode, encode
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "kv-journal-record.hex"
 GOLDEN_RECORD = (7, 3, 42, {b"inode": b"\x01\x02\x03", b"\xff" * 3: None, b"empty": b""})
@@ -35,6 +36,16 @@ def replayed(journal, generation=1, sequence=0):
 def golden_bytes():
     lines = (line.split("#")[0] for line in GOLDEN.read_text().splitlines())
     return bytes.fromhex("".join(lines))
+
+
+def packed(term, generation, sequence, effects):
+    """A record by the table of its format, with these pairs."""
+    body = b"".join(
+        struct.pack("<HI", len(key), 0xFFFFFFFF if value is None else len(value)) + key + (value or b"")
+        for key, value in effects
+    )
+    head = struct.pack("<IQQQII", 40 + len(body), term, generation, sequence, len(effects), 0)
+    return struct.pack("<I", crc32c(head + body)) + head + body
 
 
 def test_record_matches_the_golden_file():
@@ -60,15 +71,59 @@ def test_record_is_decoded_with_any_bytes_around_it(effects, term, generation, s
 
 
 @given(EFFECTS, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
-def test_compiled_and_python_encode_the_same_record(effects, term, generation, sequence):
-    assert encode(term, generation, sequence, effects) == encode_plain(term, generation, sequence, effects)
+def test_record_has_its_documented_layout(effects, term, generation, sequence):
     pairs = list(effects.items())
-    changed = checked_effects(pairs)
-    assert (
-        list(changed.items()) == pairs == list(checked_effects_plain(pairs).items())
-        and changed is not effects
+    assert encode(term, generation, sequence, effects) == packed(term, generation, sequence, pairs)
+
+
+@given(EFFECTS)
+def test_accepted_effects_keep_their_order(effects):
+    pairs = list(effects.items())
+    assert list(checked_effects(pairs).items()) == pairs == list(checked_effects(iter(pairs)).items())
+
+
+@given(st.lists(EFFECTS, max_size=4), st.integers(0, 5), st.integers(0, 2**64 - 1))
+def test_adopted_group_has_the_new_generation(changes, sequence, generation):
+    group = b"".join(encode(7, 3, number, effects) for number, effects in enumerate(changes, 1))
+    wanted = list(enumerate(changes, 1))[sequence:]
+    assert adopt(group, 7, generation, sequence) == (
+        [encode(7, generation, number, effects) for number, effects in wanted],
+        [effects for _, effects in wanted],
+        sum(len(effects) for _, effects in wanted),
     )
-    assert list(checked_effects(iter(pairs)).items()) == pairs
+    if changes:
+        assert adopt(group, 6, generation, sequence) is None  # of another term
+    assert adopt(encode(7, 3, 2, {}), 7, generation, 0) is None  # not the next one
+
+
+@given(EFFECTS, st.data())
+def test_group_with_a_flipped_bit_or_truncated_is_not_adopted(effects, data):
+    raw = bytearray(encode(1, 1, 2, effects))
+    before, cut = encode(1, 1, 1, {b"a": b"1"}), data.draw(st.integers(1, len(raw) - 1))
+    assert adopt(before + raw[:cut], 1, 1, 0) is None
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert adopt(before + raw, 1, 1, 0) is None
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        packed(1, 1, 1, [(b"a", b"1"), (b"b", None), (b"a", b"1")]),
+        packed(1, 1, 1, [(b"a", b"1"), (b"a", None)]),
+    ],
+)
+def test_record_with_a_key_twice_is_invalid(raw):
+    assert decode(memoryview(raw), 0) is None
+    assert adopt(raw, 1, 1, 0) is None
+
+
+def test_record_whose_effects_do_not_fill_it_is_invalid():
+    whole = packed(1, 1, 1, [(b"a", b"1"), (b"b", b"2")])
+    for count in (0, 1, 3, 2**32 - 1):
+        body = whole[4:32] + count.to_bytes(4, "little") + whole[36:]
+        raw = crc32c(body).to_bytes(4, "little") + body
+        assert decode(memoryview(raw), 0) is None
+        assert adopt(raw + packed(1, 1, 2, [(b"c", b"3")]), 1, 1, 0) is None
 
 
 @pytest.mark.parametrize(
@@ -79,7 +134,7 @@ def test_compiled_and_python_encode_the_same_record(effects, term, generation, s
         ([(KEY_END, b"1")], InvalidRequest),
         ([(bytes(512), b"1")], InvalidRequest),
         ([("a", b"1")], InvalidRequest),
-        ([(bytearray(b"a"), b"1")], TypeError),
+        ([(bytearray(b"a"), b"1")], InvalidRequest),
         ([(b"a", "1")], InvalidRequest),
         ([(b"a", bytearray(b"1"))], InvalidRequest),
         ([(b"a", bytes(VALUE_BYTES_MAX + 1))], TooBig),
@@ -87,15 +142,14 @@ def test_compiled_and_python_encode_the_same_record(effects, term, generation, s
         ([b"ab"], InvalidRequest),
     ],
 )
-def test_invalid_effects_are_refused_by_both_checks(effects, error):
-    for check in (checked_effects, checked_effects_plain):
-        with pytest.raises(error):
-            check(effects)
+def test_invalid_effects_are_refused(effects, error):
+    with pytest.raises(error):
+        checked_effects(effects)
 
 
 def test_effects_at_their_limits_are_accepted():
     effects = [(KEY_END[:-1], bytes(VALUE_BYTES_MAX)), (b"\0", b""), (KEY_END[:-1] + b"\xfe", None)]
-    assert checked_effects(effects) == checked_effects_plain(effects) == dict(effects)
+    assert checked_effects(effects) == dict(effects)
 
 
 def test_first_write_to_a_page_covers_it_completely(tmp_path, monkeypatch):
@@ -122,12 +176,6 @@ def test_first_write_to_a_page_covers_it_completely(tmp_path, monkeypatch):
         assert [number for number, _ in replayed(journal, generation)] == [*range(1, sequence + 1)]
     assert os.stat(tmp_path / "journal-0").st_size == capacity
     journal.close()
-
-
-@pytest.mark.compiled
-@given(st.binary(max_size=300), st.booleans())
-def test_compiled_record_checksum_equals_crc32c(some, by_table):
-    assert _record.crc32c(some, by_table) == crc32c(some)
 
 
 @given(st.binary(max_size=200), st.integers(0, 10))

@@ -20,7 +20,7 @@ from nvpool.core.errors import (
     Unavailable,
     Unreachable,
 )
-from nvpool.kv.journal import adopt, decode, encode
+from nvpool.kv.journal_record import adopt, decode, encode
 from nvpool.kv.replication.member_engine import MemberKv, peek, records_of
 from nvpool.kv.replication.primary import Shipping
 from nvpool.kv.replication.standby import Group, StandbyKv
@@ -667,7 +667,6 @@ def test_shipped_records_equal_the_journals():
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.compiled
 @pytest.mark.parametrize("seed", range(20))
 def test_adopted_records_equal_decoded_and_encoded_ones(seed):
     draw = random.Random(seed)
@@ -702,7 +701,6 @@ def test_adopted_records_equal_decoded_and_encoded_ones(seed):
         assert (found is not None) == (offset == end)
 
 
-@pytest.mark.compiled
 def test_group_is_appended_to_the_journal_by_one_write(tmp_path):
     async def check():
         standby, writes = StandbyKv(tmp_path / "kv", OPTIONS), []
