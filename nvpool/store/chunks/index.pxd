@@ -4,6 +4,7 @@
 cimport cython
 from libc.stdint cimport uint32_t, uint64_t
 
+from nvpool.store.disk.unknown_inodes cimport UnknownInodes
 from nvpool.store.disk.index_records cimport IndexSegment
 
 
@@ -16,6 +17,7 @@ cdef class Chunk:
 
 cdef class Index:
     cdef object _kv
+    cdef readonly UnknownInodes unknown
     cdef public Py_ssize_t generation_max, weight
     cdef public dict young, old
     cdef dict _inodes

@@ -33,6 +33,7 @@ from nvpool.store.disk.index_records import (
     segment_key,
     split_segment_key,
 )
+from nvpool.store.disk.unknown_inodes import UnknownInodes
 
 SEGMENTS_MAX = CHUNK_BYTES_MAX >> 12 >> SEGMENT_BITS
 EXTENT_RECORDS = 1024
@@ -62,11 +63,12 @@ class Index:
     """Cached chunk index of a store.
 
     `young` and `old` are the two generations. `weight` is the size of the young one; from `generation_max` on
-    it becomes the old one.
+    it becomes the old one. `unknown` has the inodes of which the index has nothing.
     """
 
     def __init__(self, kv: Kv, segments_max: int):
         self._kv = kv
+        self.unknown = UnknownInodes(kv)
         self.generation_max = max(16, segments_max // 2)
         self.weight = 0
         self.young: dict[tuple[int, int], Chunk] = {}
@@ -80,8 +82,11 @@ class Index:
         if found is None:
             found = self.old.pop(name, None)
             if found is None:
-                key = segment_key(inode, index, 0)
-                found = self._decoded(inode, index, key, self._kv.get(key))
+                if self.unknown.has(inode):
+                    found = Chunk(inode, index)
+                else:
+                    key = segment_key(inode, index, 0)
+                    found = self._decoded(inode, index, key, self._kv.get(key))
             self._keep(name, found)
         return found
 
@@ -172,6 +177,8 @@ class Index:
     def inode(self, inode: int) -> InodeRecord:
         found = self._inodes.get(inode)
         if found is None:
+            if self.unknown.has(inode):
+                return _NO_RECORD
             key = inode_key(inode)
             raw = self._kv.get(key)
             found = decode_inode(key, raw) if raw is not None else _NO_RECORD

@@ -14,7 +14,6 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cpython.dict cimport PyDict_GetItem
 from cpython.ref cimport PyObject
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from nvpool.core.clock import SystemClock
@@ -24,10 +23,12 @@ from nvpool.core.grants import CLOCK_SKEW_S, ENCRYPTED, SERVICE, WRITE
 from nvpool.core.units import CHAINS_PER_TABLE
 from nvpool.store.disk.allocator import DELTAS_MAX, ROOMY_BLOCKS, Transaction, encode_bitmap
 from nvpool.store.chunks.api import Placed
-from nvpool.store.chunks.index import Chunk
-from nvpool.store.disk.index_records import TABLE_MAX, IndexSegment
+from nvpool.store.chunks.index cimport Chunk, Index
+from nvpool.store.disk.index_records import TABLE_MAX
+from nvpool.store.disk.index_records cimport IndexSegment
 from nvpool.store.replication.chain_writes import COMMITTED, LED_BYTES_MAX
 from nvpool.store.replication.peer_connections import CALL_S, Write
+from nvpool.store.disk.unknown_inodes cimport UnknownInodes
 from nvpool.rpc.transports._frame cimport PendingReply, ReplyTaker, note
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REPLY, REQUEST, is_head, put_head
 from nvpool.rpc.transports.frame import EMPTY, pack_head
@@ -79,14 +80,11 @@ cdef enum:
     GRANT_BYTES = 60
     GRANT_BODY = 44
     MAC_BYTES = 16
-    COUNTER_BITS = 51  # of an inode number; the partition is above them
-    PARTITIONS = 1 << 13
-    SINCE_MAX = 8192
     GROUP_BITS = 13
     SLOT_BITS = 16  # see `location_leases`
     RECORD_MAX = 64  # record of a one-block file: 2, five numbers, session, checksum
 
-cdef uint64_t skew_ms = int(CLOCK_SKEW_S * 1000), NEVER = 0xFFFFFFFFFFFFFFFF
+cdef uint64_t skew_ms = int(CLOCK_SKEW_S * 1000)
 cdef long may_write = WRITE, special = SERVICE | ENCRYPTED, service = SERVICE
 cdef uint16_t method_of_writes = DATA_WRITE, method_of_peer_writes = DATA_PEER_WRITE
 cdef object method_key = DATA_WRITE, peer_method_key = DATA_PEER_WRITE, zero = 0
@@ -96,15 +94,6 @@ cdef uint64_t chain_count = CHAINS_PER_TABLE
 cdef uint32_t table_max = TABLE_MAX
 cdef Py_ssize_t deltas_max = DELTAS_MAX, roomy_blocks = ROOMY_BLOCKS
 cdef array.array no_places = array.array("Q"), no_deltas = array.array("I")
-cdef object new_chunk = Chunk.__new__, new_segment = IndexSegment.__new__
-
-
-cdef bytes numbered(uint8_t kind, uint64_t inode):
-    """Return index_records.segment_key of a file's beginning, or index_records.inode_key."""
-    cdef uint8_t key[9]
-    key[0] = kind
-    put64_big(key + 1, inode)
-    return PyBytes_FromStringAndSize(<const char *>key, 9)
 
 
 cdef bytes numbered_group(uint8_t kind, uint32_t group):
@@ -112,85 +101,6 @@ cdef bytes numbered_group(uint8_t kind, uint32_t group):
     cdef uint8_t key[5]
     key[0], key[1], key[2], key[3], key[4] = kind, group >> 24, group >> 16, group >> 8, group
     return PyBytes_FromStringAndSize(<const char *>key, 5)
-
-
-cdef class UnknownInodes:
-    """Set of inodes of which the index certainly has nothing, known without a look-up.
-
-    The highest inode number of each partition in the index is looked up once. Later inodes are added as the
-    kv engine reports them (Kv.on_apply).
-    """
-
-    cdef object _kv
-    cdef uint64_t *_ends  # by partition: from this number on the index had nothing; 0: not looked up
-    cdef set _since
-
-    def __cinit__(self, kv):
-        self._kv, self._since = kv, set()
-        self._ends = <uint64_t *>calloc(PARTITIONS, sizeof(uint64_t))
-        if self._ends is NULL:
-            raise MemoryError
-
-    def __dealloc__(self):
-        free(self._ends)
-
-    def record_changes(self, dict changed):
-        """Record the effects of a change that the engine has applied."""
-        cdef const uint8_t *at
-        cdef uint64_t inode, end
-        cdef int byte
-        for key in changed:
-            if PyBytes_GET_SIZE(<bytes?>key) < 9:
-                continue
-            at = <const uint8_t *>PyBytes_AS_STRING(key)
-            if at[0] != c"c" and at[0] != c"i":
-                continue
-            inode = 0
-            for byte in range(1, 9):
-                inode = inode << 8 | at[byte]
-            end = self._ends[inode >> COUNTER_BITS]
-            if end and inode >= end:
-                self._since.add(inode)
-        if len(self._since) > SINCE_MAX:
-            self._forget()
-
-    cdef int _forget(self) except -1:
-        """Replace the recorded inodes by a higher end for each partition."""
-        cdef uint64_t inode
-        for inode in self._since:
-            if inode >= self._ends[inode >> COUNTER_BITS]:
-                self._ends[inode >> COUNTER_BITS] = inode + 1 if inode < NEVER else NEVER
-        self._since.clear()
-        return 0
-
-    cdef bint has(self, uint64_t inode) except -1:
-        """Whether the index certainly has nothing of the inode."""
-        cdef uint64_t end = self._ends[inode >> COUNTER_BITS]
-        if not end:
-            end = self._ends[inode >> COUNTER_BITS] = self._looked_up(inode >> COUNTER_BITS)
-        return end <= inode < NEVER and inode not in self._since
-
-    cdef uint64_t _looked_up(self, uint64_t partition) except? 0:
-        cdef uint64_t highest = 0
-        cdef uint8_t kind
-        cdef bytes end, key
-        for kind in (c"c", c"i"):
-            end = numbered(kind, partition + 1 << COUNTER_BITS) if partition + 1 < PARTITIONS else bytes((kind + 1,))
-            try:
-                found = self._kv.scan_back(numbered(kind, partition << COUNTER_BITS), end, 1)
-                # A damaged key is sorted at the end of the search range and becomes visible beside a record
-                # that does not exist. In this case, and if that record does exist, nothing is certain.
-                if self._kv.get(end) is not None:
-                    return NEVER
-            except NvpoolError:
-                return NEVER
-            if found:
-                key = found[0][0]
-                highest = max(highest, <uint64_t>int.from_bytes(key[1:9], "big"))
-        return highest + 1 if highest < NEVER else NEVER
-
-    def __contains__(self, uint64_t inode):
-        return self.has(inode)
 
 
 cdef struct Request:
@@ -291,10 +201,11 @@ cdef bytes delta_record(array.array deltas, Py_ssize_t count, bint is_longer, ui
 
 
 cdef class FastFirstWrites:
-    cdef object _store, _index, _kv, _allocator, _quarantine, _location_leases, _device, _replica, _serving_lease, _clock, _signing
+    cdef object _store, _kv, _allocator, _quarantine, _location_leases, _device, _replica, _serving_lease, _clock, _signing
     cdef object _map_state, _callers, _chain_writes, _peers
     cdef object _peer  # the caller of the last offer, a node
-    cdef readonly UnknownInodes unknown
+    cdef Index _index
+    cdef UnknownInodes _unknown
     cdef dict _waits  # OfferedWrite -> None
     cdef GatheredReplies replies
     cdef dict _grants
@@ -311,10 +222,9 @@ cdef class FastFirstWrites:
         self._location_leases, self._device, self._fd = store.location_leases, store.device, store.device.fd
         self._clock, self._is_system = clock, type(clock) is SystemClock
         self._signing = blake2b(key=secret, digest_size=MAC_BYTES)
+        self._unknown = store.index.unknown
         self._chain_writes, self._peers, self._waits = replica.writes, replica.peers, {}
         self.replies = GatheredReplies()
-        self.unknown = UnknownInodes(store.kv)
-        store.kv.on_apply = self.unknown.record_changes
 
     @property
     def waiting(self):
@@ -344,7 +254,7 @@ cdef class FastFirstWrites:
         if in_work and r.number in in_work or not self._is_plain(&r):
             return 0
         cdef object name = (r.inode, r.index), group_number, group, used, held, bit, way = None
-        if (not self.unknown.has(r.inode) or name in <dict?>self._index.young or name in <dict?>self._index.old
+        if (not self._unknown.has(r.inode) or name in self._index.young or name in self._index.old
                 or self._quarantine.chunks and name in self._quarantine.chunks):
             return 0
         cdef object place_in_chain = None
@@ -654,8 +564,8 @@ cdef class FastFirstWrites:
         cdef bint is_named = False
         try:
             # is_used loads the group of the block
-            if (self._is_plain(r) and self.unknown.has(r.inode) and one.name not in <dict?>self._index.young
-                    and one.name not in <dict?>self._index.old and not self._allocator.is_used(one.place)):
+            if (self._is_plain(r) and self._unknown.has(r.inode) and one.name not in self._index.young
+                    and one.name not in self._index.old and not self._allocator.is_used(one.place)):
                 group = (<dict?>self._allocator.cached_groups)[one.group_number]
                 self._name(r, one.name, one.group_number, group, group.used, one.bit, one.place, True)
                 is_named = True
@@ -705,7 +615,8 @@ cdef class FastFirstWrites:
         `is_held` says that the allocator holds the block for this write. If the engine refuses the change, only
         counters have changed.
         """
-        cdef object store = self._store, index = self._index, allocator = self._allocator, location_leases = self._location_leases
+        cdef Index index = self._index
+        cdef object store = self._store, allocator = self._allocator, location_leases = self._location_leases
         cdef object table
         used = used | bit
         cdef bytes key = segment_key(r), delta = numbered_group(c"d", group_number)
@@ -748,13 +659,13 @@ cdef class FastFirstWrites:
         # Like Index.chunk and BlockChunkStore.apply_segments.
         cdef array.array disk = array.clone(no_places, 1, False)
         disk.data.as_ulonglongs[0] = place
-        segment = new_segment(IndexSegment)
+        cdef IndexSegment segment = IndexSegment.__new__(IndexSegment)
         segment.disk, segment.base = disk, place
         cdef uint8_t[4] sums
         put32(sums, r.checksum)
         segment.crcs = PyBytes_FromStringAndSize(<const char *>sums, 4)
-        chunk = new_chunk(Chunk)
-        chunk.inode, chunk.index, chunk.version, chunk.cut = name[0], name[1], r.version, r.cut
+        cdef Chunk chunk = Chunk.__new__(Chunk)
+        chunk.inode, chunk.index, chunk.version, chunk.cut = r.inode, r.index, r.version, r.cut
         chunk.requests, chunk.table, chunk.segments = ((r.session, r.slot, r.sequence),), r.table, [segment]
         if index.weight >= index.generation_max:
             index.old, index.young, index.weight = index.young, {}, 0

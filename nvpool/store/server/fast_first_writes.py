@@ -84,8 +84,7 @@ def answer_new_writes(service: FirstWriteService, secret: bytes) -> None:
     reads, store = service.fast_path, service.store
     if _fast_first_writes is None or not fast_reads.IS_COMPILED or type(reads) is not fast_reads.Reads:
         return
-    # `on_apply` reports each change, so it must be free
-    if type(store.kv) is LmdbKv and store.kv.on_apply is None:
+    if type(store.kv) is LmdbKv:
         reads.writes = _fast_first_writes.FastFirstWrites(
             service.target,
             service.known_grants,

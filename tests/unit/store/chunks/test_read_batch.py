@@ -185,7 +185,8 @@ def test_unknown_chunks_are_looked_up_in_one_transaction(tmp_path, monkeypatch, 
         results, _, payload = results_of(store, packed, True, (ALL_INODES,))
         assert payload == b"".join(contents.get(inode, b"") for inode in numbers)
         assert not any(status for status, *_ in RESULT.iter_unpack(results))
-        assert asked == [101] + [1] * (101 if damaged else 0), "damaged chunks are looked up one by one"
+        # the ends of the partition of inode 777 are looked up twice, and it lies behind them
+        assert asked == [101] + [1] * (100 + 2 if damaged else 0), "damaged chunks are looked up one by one"
         asked.clear()
         assert results_of(store, packed, True, (ALL_INODES,))[2] == payload and not asked
         await store.close()

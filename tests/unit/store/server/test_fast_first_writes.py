@@ -539,7 +539,6 @@ def test_drive_error_is_reported_by_the_slow_path(tmp_path):
     async def scene():
         async with opened(tmp_path) as one:
             write, one.store.device.fd = one.store.device.fd, os.open(one.store.device.path, os.O_RDONLY)
-            one.store.kv.on_apply = None
             one.service.fast_path.writes = None
             fast_first_writes.answer_new_writes(one.service, SECRET)  # with the read-only descriptor
             code = int.from_bytes(one.said()[32 + 11 : 32 + 13], "little")
@@ -624,65 +623,6 @@ def test_full_index_uses_no_fast_path(tmp_path):
     asyncio.run(scene())
 
 
-def test_indexed_inode_is_never_reported_as_unknown(tmp_path):
-    """For any writer and age of the record."""
-
-    async def scene():
-        for seed in range(8):
-            dice = random.Random(seed)
-            path = tmp_path / str(seed)
-            path.mkdir()
-            create_chunk_store(path / "t", 1, "pool", 64 << 20)
-            for _ in range(3):
-                store = await open_chunk_store(path / "t", 1, clock=ManualClock())
-                service = StoreService(store, target=1, grant_secret=SECRET)
-                unknown, there = (
-                    service.fast_path.writes.unknown,
-                    {key[:9] for key, _ in store.kv.scan(b"c", b"j", 1 << 20)},
-                )
-                for _ in range(300):
-                    within = dice.choice((0, PARTITION - 1, dice.randrange(400)))
-                    inode = dice.choice((0, 1, 4095, 4096, 8191)) * PARTITION + within
-                    kind = dice.choice((b"c", b"i"))
-                    key = (
-                        segment_key(inode, dice.randrange(2), 0)
-                        if kind == b"c"
-                        else b"i" + inode.to_bytes(8, "big")
-                    )
-                    if dice.random() < 0.5:
-                        store.kv.apply([(key, b"something"), (b"t" + key, b"of no interest")])
-                        there.add(key[:9])
-                    elif dice.random() < 0.05:
-                        await store.kv.checkpoint()
-                    asked = dice.choice((inode, inode + 1, inode + 300)) % (1 << 64)
-                    number = asked.to_bytes(8, "big")
-                    if asked in unknown:
-                        assert b"c" + number not in there and b"i" + number not in there
-                await store.kv.checkpoint()
-                store.kv.apply([(b"t", None)])
-                await store.abandon()
-
-    asyncio.run(scene())
-
-
-def test_new_inodes_are_remembered_by_their_highest_number(tmp_path):
-    async def scene():
-        async with opened(tmp_path, size=512 << 20) as one:
-            unknown = one.service.fast_path.writes.unknown
-            for n in range(20_000):
-                inode = n % 3 * PARTITION + n + 1
-                assert inode in unknown
-                one.store.kv.apply(
-                    [(segment_key(inode, 0, 0), b"something"), (b"i" + inode.to_bytes(8, "big"), None)]
-                )
-                assert inode not in unknown
-            assert all(n % 3 * PARTITION + n + 1 not in unknown for n in range(20_000))
-            assert 3 * PARTITION + 1 in unknown and 30_000 in unknown
-            one.store.kv.apply([(segment_key(n % 3 * PARTITION + n + 1, 0, 0), None) for n in range(20_000)])
-
-    asyncio.run(scene())
-
-
 @pytest.mark.parametrize(
     ("others", "byte"),
     [((), 1), ((), 0), ((1 << 51,), 0)],
@@ -703,7 +643,7 @@ def test_damaged_index_reports_no_inode_as_unknown(tmp_path, others, byte):
             at = raw.find(key, at)
         path.write_bytes(raw)
         async with opened(tmp_path) as one:
-            unknown = one.service.fast_path.writes.unknown
+            unknown = one.store.index.unknown
             assert 50 not in unknown and 51 not in unknown
             asked = frame(one.clock, inode=50)
             assert one.service.fast_path.answer(bytearray(asked), len(asked), {}, one.counters, []) == 0
