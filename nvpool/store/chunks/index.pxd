@@ -23,6 +23,7 @@ cdef class Index:
     cdef dict _inodes
     @cython.locals(name=tuple, found=Chunk)
     cpdef Chunk chunk(self, inode, index)
+    cpdef Chunk add(self, inode, index)
     cdef _keep(self, tuple name, Chunk chunk)
     @cython.locals(segments=list, found=IndexSegment)
     cpdef IndexSegment segment(self, Chunk chunk, Py_ssize_t number)

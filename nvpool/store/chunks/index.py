@@ -83,12 +83,17 @@ class Index:
             found = self.old.pop(name, None)
             if found is None:
                 if self.unknown.has(inode):
-                    found = Chunk(inode, index)
-                else:
-                    key = segment_key(inode, index, 0)
-                    found = self._decoded(inode, index, key, self._kv.get(key))
+                    return self.add(inode, index)
+                key = segment_key(inode, index, 0)
+                found = self._decoded(inode, index, key, self._kv.get(key))
             self._keep(name, found)
         return found
+
+    def add(self, inode: int, index: int) -> Chunk:
+        """Cache a chunk that does not exist, and return it."""
+        chunk = Chunk(inode, index)
+        self._keep((inode, index), chunk)
+        return chunk
 
     def look_up(self, names: set[tuple[int, int]]) -> None:
         """Look up those of these chunks (inode, index) that are not cached, in one transaction.

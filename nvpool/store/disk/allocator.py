@@ -31,13 +31,13 @@ from array import array
 from collections import deque
 
 from nvpool.core.errors import CorruptRecord, InvariantBroken, NoSpace
+from nvpool.core.primitives import ByteWriter
 from nvpool.kv.api import Effect, Kv
+from nvpool.store.disk import index_records
 from nvpool.store.disk.index_records import (
     check_format,
     decode_held,
-    delta_key,
     encode_held,
-    group_key,
     group_of_key,
     held_key,
 )
@@ -45,12 +45,16 @@ from nvpool.store.disk.index_records import (
 GROUP_BITS = 13
 GROUP_BLOCKS = 1 << GROUP_BITS
 _GROUP_MASK = GROUP_BLOCKS - 1
+_GROUP_BITS, _GROUP_BLOCKS = GROUP_BITS, GROUP_BLOCKS
+_ONE: int = 1
+"""One, as a Python number: a C number shifted by up to 8,191 overflows where this module is compiled."""
 DELTAS_MAX = 24
 """Changes in a list before folding.
 
 The journal bytes of a group's change, 2 n for the list and 1,024 / n for the folding, are least for n near
 23.
 """
+_DELTAS_MAX = DELTAS_MAX
 FOLDED_MAX = 512
 """Bitmaps in one change, as long as the lists allow it: half a MiB of journal."""
 _DELTAS_LIMIT = 200
@@ -70,6 +74,8 @@ Above this limit no leases are issued, so the wait ends within one lease lifetim
 _ALL = (1 << GROUP_BLOCKS) - 1
 _FREED = 1 << 31
 _FULL, _SOME, _ROOMY = 0, 1, 2
+_out = ByteWriter()
+_NO_DELTAS = array("I")
 RESERVED_BLOCKS = 16
 """Blocks at the front of the drive: the superblock, and space for a later format."""
 
@@ -115,9 +121,19 @@ def decode_bitmap(key: bytes, raw: bytes) -> int:
     return int.from_bytes(raw[4:], "little")
 
 
-def encode_deltas(deltas: array, used: int) -> bytes:
-    """Encode the list of a group that has `used` blocks in use after these changes."""
-    return struct.pack("<BBH", 1, len(deltas), used) + deltas.tobytes()
+def encode_deltas(deltas: array, used: int, last: int = -1) -> bytes:
+    """Encode the list of a group that has `used` blocks in use after these changes.
+
+    `last`: one more change after those of the list; -1 for none.
+    """
+    _out.begin()
+    _out.u8(1)
+    _out.u8(len(deltas) + (last >= 0))
+    _out.u16(used)
+    _out.raw(deltas.tobytes())
+    if last >= 0:
+        _out.u32(last)
+    return _out.take()
 
 
 def used_count(key: bytes, raw: bytes) -> int:
@@ -248,10 +264,10 @@ class Allocator:
     def _group(self, group: int) -> _Group:
         found = self.cached_groups.get(group)
         if found is None:
-            key = group_key(group)
+            key = index_records.group_key(group)
             raw = self._kv.get(key)
             used = self._fixed_mask(group) | (decode_bitmap(key, raw) if raw is not None else 0)
-            key = delta_key(group)
+            key = index_records.delta_key(group)
             raw = self._kv.get(key)
             deltas = decode_deltas(key, raw) if raw is not None else array("I")
             if raw is not None and with_deltas(used, deltas).bit_count() != used_count(key, raw):
@@ -312,6 +328,32 @@ class Allocator:
             self._gather(taken, count)
         transaction.taken += taken
         return taken
+
+    def find_block(self) -> int:
+        """Return a block that `allocate` would allocate, without holding it; 0 if it has to be searched.
+
+        The block stays free until something is allocated, that is, at least until the caller waits.
+        """
+        number = self.small_group
+        group = self.cached_groups.get(number)
+        if (
+            group is None
+            or self.available_blocks < 1
+            or not self.spare[number]
+            or self.used_blocks + 1 > self.block_count - self.reserve_blocks
+        ):
+            return 0
+        used = group.used
+        held = self.held_masks.get(number)
+        if held is not None:
+            used |= held
+        free = ~used & used + 1
+        at = free.bit_length() - 1
+        return number << _GROUP_BITS | at if at < _GROUP_BLOCKS else 0
+
+    def hold_block(self, place: int) -> None:
+        """Hold this block, found by `find_block`, for a later change."""
+        self.take([], place >> _GROUP_BITS, place & _GROUP_MASK, 1)
 
     def _next(self, group: int, level: int) -> int:
         found = self.levels.find(level, group)
@@ -400,10 +442,10 @@ class Allocator:
         effects: list[Effect] = []
         folded = 0
         for group, (used, deltas) in after.items():
-            key = delta_key(group)
+            key = index_records.delta_key(group)
             if len(deltas) > DELTAS_MAX and (folded < FOLDED_MAX or len(deltas) > _DELTAS_LIMIT):
                 folded += 1
-                page = group_key(group)
+                page = index_records.group_key(group)
                 effects.append((page, encode_bitmap(used)))
                 deltas = array("I")
                 after[group] = used, deltas
@@ -413,6 +455,40 @@ class Allocator:
             transaction.held_record = held_key(self._held_number)
             effects.append((transaction.held_record, encode_held(transaction.until, transaction.freed)))
         return effects
+
+    def block_effects(self, place: int) -> list[Effect]:
+        """Return the free map effects of a change that takes one block: found by `find_block`, or held.
+
+        Call `commit_block` after the change, without an await in between. If the change is refused, nothing has to
+        be undone.
+        """
+        number, at = place >> _GROUP_BITS, place & _GROUP_MASK
+        group = self._group(number)
+        used = group.used | _ONE << at
+        if len(group.deltas) < _DELTAS_MAX:
+            return [(index_records.delta_key(number), encode_deltas(group.deltas, used.bit_count(), at))]
+        return [
+            (index_records.group_key(number), encode_bitmap(used)),
+            (index_records.delta_key(number), encode_deltas(_NO_DELTAS, used.bit_count())),
+        ]
+
+    def commit_block(self, place: int, is_held: bool) -> None:
+        """Record that a change with `block_effects` was applied; `is_held`: the block was held for it."""
+        number, at = place >> _GROUP_BITS, place & _GROUP_MASK
+        group, bit = self._group(number), _ONE << at
+        group.used |= bit
+        if len(group.deltas) < _DELTAS_MAX:
+            group.deltas.append(at)
+        else:
+            group.deltas = array("I")
+        self.used_blocks += 1
+        if is_held:
+            self._unhold((place, 1), give_back=False)
+        else:
+            self.available_blocks -= 1
+            self.count_spare(number, -1)
+        if self.changed_groups is not None:
+            self.changed_groups[number] = self.changed_groups.get(number, 0) | bit
 
     def _note(self, after: dict, run: Run, freed: int) -> None:
         place, count = run

@@ -59,6 +59,7 @@ from typing import NamedTuple
 from nvpool.core.checksum import ZERO_BLOCK_CHECKSUM
 from nvpool.core.errors import CorruptRecord, InvalidRequest, WrongFormat
 from nvpool.core.ids import RequestId
+from nvpool.core.primitives import ByteWriter
 from nvpool.poolmap.chains.protocol import of_old_floor
 
 SEGMENT_BITS = 6
@@ -71,6 +72,7 @@ HEAD, CUT, HOLES = 1, 2, 4
 _TABLE_SHIFT = 3
 TABLE_MAX = 8
 _FORMAT, _SMALL = 1, 2
+_CHUNK_KIND, _GROUP_KIND, _DELTA_KIND = b"cgd"
 _SMALL_OF_TABLE = frozenset(_SMALL | table << 4 for table in range(TABLE_MAX))
 _START = struct.Struct("<BBBBBB")
 _REQUEST = struct.Struct("<QQH")
@@ -80,6 +82,7 @@ _INODE_KEY = struct.Struct(">cQ")
 _GROUP_KEY = struct.Struct(">cI")
 _BAD_KEY = struct.Struct(">cQII")
 _HELD_KEY = struct.Struct(">cQ")
+_out = ByteWriter()
 _ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
 
 IDENTITY_KEY = b"F"
@@ -158,7 +161,15 @@ class InodeRecord(NamedTuple):
 
 
 def segment_key(inode: int, index: int, segment: int) -> bytes:
-    return _KEY.pack(b"c", inode, index, segment) if index or segment else _INODE_KEY.pack(b"c", inode)
+    """Return the key of a segment of a chunk."""
+    _out.begin()
+    _out.u8(_CHUNK_KIND)
+    _out.u64_big(inode)
+    if index or segment:
+        _out.u16_big(index >> 16)
+        _out.u16_big(index)
+        _out.u8(segment)
+    return _out.take()
 
 
 def split_segment_key(key: bytes) -> tuple[int, int, int]:
@@ -176,11 +187,21 @@ def inode_key(inode: int) -> bytes:
 
 
 def group_key(group: int) -> bytes:
-    return _GROUP_KEY.pack(b"g", group)
+    """Return the key of a group's bitmap."""
+    return _key_of_group(_GROUP_KIND, group)
 
 
 def delta_key(group: int) -> bytes:
-    return _GROUP_KEY.pack(b"d", group)
+    """Return the key of the changes since a group's bitmap."""
+    return _key_of_group(_DELTA_KIND, group)
+
+
+def _key_of_group(kind: int, group: int) -> bytes:
+    _out.begin()
+    _out.u8(kind)
+    _out.u16_big(group >> 16)
+    _out.u16_big(group)
+    return _out.take()
 
 
 def group_of_key(key: bytes) -> int:
@@ -216,7 +237,9 @@ def encode_segment(segment: IndexSegment, head: Head | None, fresh: int = 0, fre
         and not fresh
         and fresh_blocks == len(disk)
     ):
-        return _encode_small(segment, head)
+        return encode_small(
+            head.version, head.cut, head.table, segment.base, len(disk), head.requests, segment.crcs
+        )
     runs = bytearray()
     run_count = 0
     flags = 0
@@ -262,26 +285,29 @@ def encode_segment(segment: IndexSegment, head: Head | None, fresh: int = 0, fre
     return b"".join(parts)
 
 
-def _number(value: int) -> bytes:
-    """Encode as LEB128 (DWARF 5, appendix C)."""
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def _encode_small(segment: IndexSegment, head: Head) -> bytes:
-    numbers = (head.version >> 32, head.version & 0xFFFFFFFF, head.cut, segment.base)
-    parts = [
-        bytes((_SMALL | head.table - 1 << 4, len(segment.disk) | (128 if head.requests else 0))),
-        *map(_number, numbers),
-    ]
-    for session, slot, sequence in head.requests:
-        parts += [_U64.pack(session), _number(slot), _number(sequence)]
-    parts.append(segment.crcs)
-    return b"".join(parts)
+def encode_small(
+    version: int,
+    cut: int,
+    table: int,
+    base: int,
+    blocks: int,
+    requests: tuple[tuple[int, int, int], ...],
+    crcs: bytes,
+) -> bytes:
+    """Encode the small form of a segment 0, whose `blocks` blocks lie from disk block `base` on."""
+    _out.begin()
+    _out.u8(_SMALL | table - 1 << 4)
+    _out.u8(blocks | (128 if requests else 0))
+    _out.varint(version >> 32)
+    _out.varint(version & 0xFFFFFFFF)
+    _out.varint(cut)
+    _out.varint(base)
+    for session, slot, sequence in requests:
+        _out.u64(session)
+        _out.varint(slot)
+        _out.varint(sequence)
+    _out.raw(crcs)
+    return _out.take()
 
 
 def _decode_small(key: bytes, body: bytes) -> tuple[IndexSegment, Head]:

@@ -21,11 +21,12 @@ from nvpool.core.errors import CorruptFrame, NvpoolError, StaleTenure
 from nvpool.core.ids import RequestId
 from nvpool.core.grants import CLOCK_SKEW_S, ENCRYPTED, SERVICE, WRITE
 from nvpool.core.units import CHAINS_PER_TABLE
-from nvpool.store.disk.allocator import DELTAS_MAX, ROOMY_BLOCKS, Transaction, encode_bitmap
+from nvpool.store.disk.allocator import Transaction
+from nvpool.store.disk.allocator cimport Allocator
 from nvpool.store.chunks.api import Placed
 from nvpool.store.chunks.index cimport Chunk, Index
 from nvpool.store.disk.index_records import TABLE_MAX
-from nvpool.store.disk.index_records cimport IndexSegment
+from nvpool.store.disk.index_records cimport IndexSegment, encode_small, segment_key
 from nvpool.store.replication.chain_writes import COMMITTED, LED_BYTES_MAX
 from nvpool.store.replication.peer_connections import CALL_S, Write
 from nvpool.store.disk.unknown_inodes cimport UnknownInodes
@@ -62,7 +63,6 @@ cdef extern from "_crc.h":
     void put16(uint8_t *at, uint16_t value) nogil
     void put32(uint8_t *at, uint32_t value) nogil
     void put64(uint8_t *at, uint64_t value) nogil
-    void put64_big(uint8_t *at, uint64_t value) nogil
 
 cdef extern from "unistd.h":
     ssize_t pwrite(int fd, const void *bytes, size_t count, long long offset) nogil
@@ -80,9 +80,7 @@ cdef enum:
     GRANT_BYTES = 60
     GRANT_BODY = 44
     MAC_BYTES = 16
-    GROUP_BITS = 13
     SLOT_BITS = 16  # see `location_leases`
-    RECORD_MAX = 64  # record of a one-block file: 2, five numbers, session, checksum
 
 cdef uint64_t skew_ms = int(CLOCK_SKEW_S * 1000)
 cdef long may_write = WRITE, special = SERVICE | ENCRYPTED, service = SERVICE
@@ -92,15 +90,7 @@ cdef double offer_s = CALL_S
 cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX, gather_from = GATHER_IN_FLIGHT, led_bytes_max = LED_BYTES_MAX
 cdef uint64_t chain_count = CHAINS_PER_TABLE
 cdef uint32_t table_max = TABLE_MAX
-cdef Py_ssize_t deltas_max = DELTAS_MAX, roomy_blocks = ROOMY_BLOCKS
-cdef array.array no_places = array.array("Q"), no_deltas = array.array("I")
-
-
-cdef bytes numbered_group(uint8_t kind, uint32_t group):
-    """Return index_records.delta_key or index_records.group_key."""
-    cdef uint8_t key[5]
-    key[0], key[1], key[2], key[3], key[4] = kind, group >> 24, group >> 16, group >> 8, group
-    return PyBytes_FromStringAndSize(<const char *>key, 5)
+cdef array.array no_places = array.array("Q")
 
 
 cdef struct Request:
@@ -154,57 +144,12 @@ cdef bint is_committed(const uint8_t *message, Py_ssize_t count) noexcept nogil:
     return count == PEER_REPLY_BYTES and message[0] == 0x09 and message[9] == 0x19
 
 
-cdef bytes segment_key(Request *r):
-    """Return index_records.segment_key of the chunk's first segment."""
-    cdef uint8_t key[14]
-    cdef int byte
-    key[0] = c"c"
-    put64_big(key + 1, r.inode)
-    for byte in range(4):
-        key[9 + byte] = <uint8_t>(r.index >> 24 - 8 * byte)
-    key[13] = 0
-    return PyBytes_FromStringAndSize(<const char *>key, 14 if r.index else 9)
-
-
-cdef bytes small_record(Request *r, uint64_t place):
-    """Return index_records.encode_segment of a chunk with its one block at `place`."""
-    cdef uint8_t record[RECORD_MAX]
-    cdef uint8_t *at
-    record[0] = <uint8_t>(2 | r.table - 1 << 4)
-    record[1] = 1 | 128
-    at = put_varint(record + 2, r.version >> 32)
-    at = put_varint(at, r.version & 0xFFFFFFFF)
-    at = put_varint(at, r.cut)
-    at = put_varint(at, place)
-    put64(at, r.session)
-    at = put_varint(at + 8, r.slot)
-    at = put_varint(at, r.sequence)
-    put32(at, r.checksum)
-    return PyBytes_FromStringAndSize(<const char *>record, at + 4 - record)
-
-
-cdef bytes delta_record(array.array deltas, Py_ssize_t count, bint is_longer, uint64_t place, Py_ssize_t used):
-    """Return allocator.encode_deltas of the first `count` deltas.
-
-    With `is_longer` the list also has the newly taken block.
-    """
-    cdef bytes record = PyBytes_FromStringAndSize(NULL, 4 + 4 * (count + is_longer))
-    cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(record)
-    cdef Py_ssize_t number
-    at[0], at[1] = 1, <uint8_t>(count + is_longer)
-    put16(at + 2, <uint16_t>used)
-    for number in range(count):
-        put32(at + 4 + 4 * number, deltas.data.as_uints[number])
-    if is_longer:
-        put32(at + 4 + 4 * count, place & (1 << GROUP_BITS) - 1)
-    return record
-
-
 cdef class FastFirstWrites:
-    cdef object _store, _kv, _allocator, _quarantine, _location_leases, _device, _replica, _serving_lease, _clock, _signing
+    cdef object _store, _kv, _quarantine, _location_leases, _device, _replica, _serving_lease, _clock, _signing
     cdef object _map_state, _callers, _chain_writes, _peers
     cdef object _peer  # the caller of the last offer, a node
     cdef Index _index
+    cdef Allocator _allocator
     cdef UnknownInodes _unknown
     cdef dict _waits  # OfferedWrite -> None
     cdef GatheredReplies replies
@@ -253,7 +198,7 @@ cdef class FastFirstWrites:
             return 0
         if in_work and r.number in in_work or not self._is_plain(&r):
             return 0
-        cdef object name = (r.inode, r.index), group_number, group, used, held, bit, way = None
+        cdef object name = (r.inode, r.index), way = None
         if (not self._unknown.has(r.inode) or name in self._index.young or name in self._index.old
                 or self._quarantine.chunks and name in self._quarantine.chunks):
             return 0
@@ -270,22 +215,9 @@ cdef class FastFirstWrites:
             return 0
         if crc_of(r.payload, r.length) != r.checksum:
             return 0
-        # Like Allocator.allocate. A free block found here stays free until the change, or until it is held for
-        # a later change, since nothing waits before that.
-        allocator = self._allocator
-        group_number = allocator.small_group
-        cdef array.array spare = allocator.spare
-        group = (<dict?>allocator.cached_groups).get(group_number)
-        if (group is None or allocator.available_blocks < 1 or not spare.data.as_ushorts[<Py_ssize_t>group_number]
-                or allocator.used_blocks + 1 > allocator.block_count - allocator.reserve_blocks):
+        cdef uint64_t place = self._allocator.find_block()
+        if not place:
             return 0
-        used, held = group.used, (<dict?>allocator.held_masks).get(group_number)
-        bit = used if held is None else used | held
-        bit = ~bit & bit + 1
-        cdef Py_ssize_t within = <Py_ssize_t>bit.bit_length() - 1
-        if within >> GROUP_BITS:
-            return 0
-        cdef uint64_t place = <uint64_t>group_number << GROUP_BITS | <uint64_t>within
         cdef const uint8_t *content = r.payload
         r.sent_checksum = r.checksum
         if not is_last:
@@ -307,15 +239,15 @@ cdef class FastFirstWrites:
         reply_stats.begun += 1
         cdef Py_ssize_t length = HEADER_BYTES + r.message_bytes + r.length
         if not is_last:
-            self._offer(&r, frame, length, name, place_in_chain, <tuple>way, group_number, within, bit, place, in_work, side,
-                        since_s, end - begin - length >= FRAME_BYTES)
+            self._offer(&r, frame, length, name, place_in_chain, <tuple>way, place, in_work, side, since_s,
+                        end - begin - length >= FRAME_BYTES)
             return length
         cdef int status = 0, code = 0
         cdef bytes text
         if is_offer:
             self._chain_writes.counters["followed"] += 1
         try:
-            self._name(&r, name, group_number, group, used, bit, place, False)
+            self._name(&r, place, False)
             if not is_offer:
                 self._check_lease()
         except NvpoolError as error:
@@ -505,8 +437,8 @@ cdef class FastFirstWrites:
             return None
         return way
 
-    cdef int _offer(self, Request *r, const uint8_t *frame, Py_ssize_t length, tuple name, place_in_chain, tuple way, group_number,
-                    Py_ssize_t within, bit, uint64_t place, dict in_work, side, double since_s, bint is_followed) except -1:
+    cdef int _offer(self, Request *r, const uint8_t *frame, Py_ssize_t length, tuple name, place_in_chain, tuple way, uint64_t place,
+                    dict in_work, side, double since_s, bint is_followed) except -1:
         """Send the offer of a write whose bytes are on the drive, and hold its block."""
         cdef uint8_t message[PEER_MESSAGE_MAX]
         cdef uint8_t *to
@@ -521,7 +453,7 @@ cdef class FastFirstWrites:
                        <const uint8_t *>PyBytes_AS_STRING(<bytes>way[3]), self._target, way[2], place_in_chain.epoch)
         message_bytes = to - <uint8_t *>message
         one.writes, one.side, one.way, one.connection, one.name = self, side, way[0], connection, name
-        one.request, one.since_s, one.group_number, one.bit, one.place = r[0], since_s, group_number, bit, place
+        one.request, one.since_s, one.place = r[0], since_s, place
         one.request.payload = NULL
         one.message = PyBytes_FromStringAndSize(<const char *>frame + HEADER_BYTES, r.message_bytes)
         one.request_number = note(connection, in_flight, one, now_s + offer_s, zero, peer_method_key, now_s)
@@ -532,7 +464,7 @@ cdef class FastFirstWrites:
         memcpy(to + HEADER_BYTES, message, message_bytes)
         memcpy(to + HEADER_BYTES + message_bytes, r.payload, r.length)
         one.payload = memoryview(offer)[HEADER_BYTES + message_bytes:]
-        self._allocator.take([], group_number, within, 1)
+        self._allocator.hold_block(place)
         cdef uint8_t[4] sums
         put32(sums, r.sent_checksum)
         write = Write(r.table, r.inode, r.index, r.offset, one.payload, PyBytes_FromStringAndSize(<const char *>sums, 4), r.cut,
@@ -557,17 +489,14 @@ cdef class FastFirstWrites:
         """
         cdef Request *r = &one.request
         cdef bint is_offer = r.sender != 0
-        cdef object group
         cdef bytes reply
         cdef int code = 0
         self.end_offer(one)
         cdef bint is_named = False
         try:
-            # is_used loads the group of the block
             if (self._is_plain(r) and self._unknown.has(r.inode) and one.name not in self._index.young
                     and one.name not in self._index.old and not self._allocator.is_used(one.place)):
-                group = (<dict?>self._allocator.cached_groups)[one.group_number]
-                self._name(r, one.name, one.group_number, group, group.used, one.bit, one.place, True)
+                self._name(r, one.place, True)
                 is_named = True
         except Exception:  # the task does it again, and reports the error or fences the store
             pass
@@ -609,69 +538,34 @@ cdef class FastFirstWrites:
 
     # -- naming and answering ------------------------------------------------------------------------------------------
 
-    cdef int _name(self, Request *r, tuple name, group_number, group, used, bit, uint64_t place, bint is_held) except -1:
+    cdef int _name(self, Request *r, uint64_t place, bint is_held) except -1:
         """Apply the one change that names the block, and update the state in memory.
 
         `is_held` says that the allocator holds the block for this write. If the engine refuses the change, only
         counters have changed.
         """
-        cdef Index index = self._index
-        cdef object store = self._store, allocator = self._allocator, location_leases = self._location_leases
         cdef object table
-        used = used | bit
-        cdef bytes key = segment_key(r), delta = numbered_group(c"d", group_number)
-        cdef array.array deltas = group.deltas
-        cdef Py_ssize_t count = len(deltas)
-        cdef bint is_folded = count >= deltas_max
-        cdef list effects = [(key, small_record(r, place))]
-        if is_folded:
-            effects.append((numbered_group(c"g", group_number), encode_bitmap(used)))
-        effects.append((delta, delta_record(deltas, 0 if is_folded else count, not is_folded, place, used.bit_count())))
-        # Before the change: a client that reads the old locations from now on asks again for the locations.
+        cdef uint8_t[4] sums
         cdef uint64_t slot
-        if location_leases.life_s:
+        cdef tuple requests = ((r.session, r.slot, r.sequence),)
+        put32(sums, r.checksum)
+        cdef bytes crcs = PyBytes_FromStringAndSize(<const char *>sums, 4)
+        cdef list effects = self._allocator.block_effects(place)
+        effects.insert(0, (segment_key(r.inode, r.index, 0), encode_small(r.version, r.cut, r.table, place, 1, requests, crcs)))
+        # Before the change: a client that reads the old locations from now on asks again for the locations.
+        if self._location_leases.life_s:
             slot = (r.inode * <uint64_t>0x9E3779B97F4A7C15 + r.index * <uint64_t>0xC2B2AE3D27D4EB4F) >> 64 - SLOT_BITS
-            table = location_leases.stamps
+            table = self._location_leases.stamps
             table[slot] = <uint32_t>(<uint32_t>table[slot] + 1)
         self._kv.apply(effects)
-        # Like Allocator.commit.
-        group.used = used
-        if is_folded:
-            group.deltas = array.copy(no_deltas)
-        else:
-            deltas.append(place & (1 << GROUP_BITS) - 1)
-        allocator.used_blocks += 1
-        cdef array.array spare = allocator.spare
-        cdef dict held_masks = allocator.held_masks
-        if is_held:
-            rest = held_masks[group_number] & ~bit
-            if rest:
-                held_masks[group_number] = rest
-            else:
-                del held_masks[group_number]
-        else:
-            allocator.available_blocks -= 1
-            spare.data.as_ushorts[<Py_ssize_t>group_number] -= 1
-            if spare.data.as_ushorts[<Py_ssize_t>group_number] < roomy_blocks:
-                allocator.count_spare(group_number, 0)
-        if allocator.changed_groups is not None:
-            allocator.changed_groups[group_number] = allocator.changed_groups.get(group_number, 0) | bit
-        # Like Index.chunk and BlockChunkStore.apply_segments.
+        self._allocator.commit_block(place, is_held)
         cdef array.array disk = array.clone(no_places, 1, False)
         disk.data.as_ulonglongs[0] = place
         cdef IndexSegment segment = IndexSegment.__new__(IndexSegment)
-        segment.disk, segment.base = disk, place
-        cdef uint8_t[4] sums
-        put32(sums, r.checksum)
-        segment.crcs = PyBytes_FromStringAndSize(<const char *>sums, 4)
-        cdef Chunk chunk = Chunk.__new__(Chunk)
-        chunk.inode, chunk.index, chunk.version, chunk.cut = r.inode, r.index, r.version, r.cut
-        chunk.requests, chunk.table, chunk.segments = ((r.session, r.slot, r.sequence),), r.table, [segment]
-        if index.weight >= index.generation_max:
-            index.old, index.young, index.weight = index.young, {}, 0
-        index.weight += 1
-        index.young[name] = chunk
-        store.was_written()
+        segment.disk, segment.base, segment.crcs = disk, place, crcs
+        cdef Chunk chunk = self._index.add(r.inode, r.index)
+        chunk.version, chunk.cut, chunk.requests, chunk.table, chunk.segments = r.version, r.cut, requests, r.table, [segment]
+        self._store.was_written()
         return 0
 
     cdef bytes _reply(self, Request *r, uint64_t epoch, int status):
@@ -738,7 +632,7 @@ cdef class OfferedWrite(ReplyTaker):
     request it answers, in place of an InboundCall. For ChainWrites it is the offer in flight.
     """
     cdef FastFirstWrites writes
-    cdef object side, way, connection, request_number, group_number, bit
+    cdef object side, way, connection, request_number
     cdef object pending  # chain_writes.Pending
     cdef tuple name
     cdef bytes message  # of the request
