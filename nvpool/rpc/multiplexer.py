@@ -31,6 +31,7 @@ from nvpool.rpc.api import IN_FLIGHT_MAX, MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, 
 from nvpool.rpc.error_codec import decode_error, encode_error
 from nvpool.rpc.peer_limits import LARGE_BYTES, Share
 from nvpool.rpc.peer_roles import Peer
+from nvpool.rpc.reply_receivers import next_number, register
 from nvpool.rpc.stats import RPC_STATS
 
 _log = logging.getLogger(__name__)
@@ -160,17 +161,11 @@ class ClientConnection:
                 on_done, DeadlineExceeded("past before the request was sent", may_be_applied=False)
             )
         in_flight = self.in_flight
-        number = self.number + 1 & _NUMBER_MASK
-        while number in in_flight or not number:
-            number = number + 1 & _NUMBER_MASK
-        self.number = number
-        if deadline_s < self.timer_s:
-            self.arm(deadline_s)
         if self.writable and len(in_flight) < IN_FLIGHT_MAX and not self.waiting:
-            in_flight[number] = (on_done, into, deadline_s, room, method, now_s)
-            self.calls.begun += 1
+            number = register(self, in_flight, on_done, deadline_s, room, method, now_s, into)
             self._send_request(number, method, min(left_ms, _NUMBER_MASK), message, payload, payload_bytes)
         elif len(self.waiting) < WAITING_MAX:
+            number = next_number(self, in_flight, deadline_s)
             self.waiting[number] = (on_done, into, deadline_s, room, method, message, payload, payload_bytes)
             self.calls.begun += 1
         else:

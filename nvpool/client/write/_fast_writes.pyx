@@ -28,8 +28,8 @@ from nvpool.client.rpc.change_fast_path import SentChange as BegunSent
 from nvpool.client.data.unstable_writes import Stored
 from nvpool.client.write.sender import SizeReport
 from nvpool.client.state.dirty_file import DirtyExtent, DirtyFile
-from nvpool.rpc.transports._frame cimport note
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
+from nvpool.rpc.reply_receivers cimport register
 from nvpool.rpc.messages.read_write_codec import decode_write_reply
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
 from nvpool.rpc.transports.stream import GATHER_IN_FLIGHT, StreamConnection
@@ -448,7 +448,7 @@ cdef class FastWrites:
             return connection.submit(method, PyBytes_FromStringAndSize(<const char *>message, message_bytes), parts,
                                      deadline_s=deadline_s, on_done=on_done)
         in_flight = connection.in_flight
-        key = note(connection, in_flight, on_done, deadline_s, zero, method, now_s)
+        key = register(connection, in_flight, on_done, deadline_s, zero, method, now_s)
         frame = frame_of(method, key, <uint32_t>min(left_ms, <double>0xFFFFFFFF), message, message_bytes, payload, payload_bytes)
         gather = len(in_flight) >= gather_from
         if gather or connection.frames.reading or connection.frames.out:

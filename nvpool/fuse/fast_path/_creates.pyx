@@ -30,8 +30,8 @@ from nvpool.fuse.ops.kernel_cache.names import NAMED_TOGETHER, SENT_CHANGES_MAX
 from nvpool.fuse.ops.kernel_cache.pages import HAS_XATTRS, SEEN_MAX
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import RESENT, Op, Opening
-from nvpool.rpc.transports._frame cimport PendingReply, ReplyTaker, note
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
+from nvpool.rpc.reply_receivers cimport ReplyBurst, ReplyReceiver, register
 from nvpool.rpc.messages.direntries import change_of
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
 from nvpool.rpc.transports.stream import StreamConnection
@@ -271,7 +271,7 @@ cdef int trim(dict known, count_max) except -1:
 
 # -- a pending file creation -----------------------------------------------------------------------------------------------
 
-cdef class PendingCreate(ReplyTaker):
+cdef class PendingCreate(ReplyReceiver):
     """A pending CREATE: an entry of the table of pending requests, and the receiver of the reply on the connection."""
     cdef Creates creates
     cdef object connection, state
@@ -288,12 +288,12 @@ cdef class PendingCreate(ReplyTaker):
             return False
         return self.otherwise().cancel()
 
-    cdef PendingReply take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+    cpdef ReplyBurst receive(self, bytes message):
         """Take the reply if it describes a new file; None: the slow path gets it."""
-        if self.is_done or payload_bytes:
+        if self.is_done:
             return None
         try:
-            if not self.creates.take_made(self, message, message_bytes):
+            if not self.creates.take_made(self, <const uint8_t *>PyBytes_AS_STRING(message), PyBytes_GET_SIZE(message)):
                 return None
         except Exception as error:
             self.creates.broken(self, error)
@@ -301,18 +301,11 @@ cdef class PendingCreate(ReplyTaker):
 
     def __call__(self, reply, error):
         """Handle a reply that was not taken from the buffer, or an error."""
-        cdef bytes message
         if self.is_done:
             return
-        if error is None:
-            message = bytes(reply.message)
-            try:
-                if self.creates.take_made(self, <const uint8_t *>PyBytes_AS_STRING(message), PyBytes_GET_SIZE(message)):
-                    self.creates.path.some_ended()
-                    return
-            except Exception as bug:
-                self.creates.broken(self, bug)
-                return
+        if error is None and self.receive(bytes(reply.message)) is not None:
+            self.creates.path.some_ended()
+            return
         self.otherwise().begun.answered(reply, error)
 
     cdef object otherwise(self):
@@ -340,7 +333,7 @@ cdef class CreateConnection:
         return 0
 
 
-cdef class Creates(PendingReply):
+cdef class Creates(ReplyBurst):
     """Compiled part of CreateFastPath; see creates.py.
 
     `path.requests` has the request in its buffer, and the table of pending ones.
@@ -490,7 +483,7 @@ cdef class Creates(PendingReply):
         cdef uint8_t *frame = way.frames + way.filled
         cdef Py_ssize_t length = pack_request(frame + HEADER_BYTES, &create)
         one.message = PyBytes_FromStringAndSize(<const char *>frame + HEADER_BYTES, length)
-        cdef uint32_t number = note(connection, in_flight, one, deadline_s, 0, method_key, now_s)
+        cdef uint32_t number = register(connection, in_flight, one, deadline_s, 0, method_key, now_s)
         one.number = number
         put_head(frame, REQUEST, method_of_creates, number, left_ms, <uint32_t>length, 0, crc_of(frame + HEADER_BYTES, length))
         if not way.count:

@@ -21,8 +21,8 @@ from nvpool.client.state.small_file_cache import SMALL_BYTES
 from nvpool.fuse.fast_path._read_requests cimport LARGE_BYTES, PAGE, Wanted, is_read, read_at_random
 from nvpool.fuse.fast_path._sent_reads cimport SentReads
 from nvpool.fuse.protocol.constants import Op
-from nvpool.rpc.transports._frame cimport PendingReply, note
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
+from nvpool.rpc.reply_receivers cimport ReplyBurst, register
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
 from nvpool.rpc.transports.stream import StreamConnection
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
@@ -90,7 +90,7 @@ cdef class PendingRead(SentReads):
         self.reads.path.read_ended(self.unique, asyncio.CancelledError())
         return True
 
-    cdef PendingReply take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+    cdef ReplyBurst take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
         """Take the reply if it has all requested data; None: the slow path gets it."""
         cdef RemoteReads reads = self.reads
         if self.jobs is not None or not fits(self, message, message_bytes, payload, payload_bytes):
@@ -159,7 +159,7 @@ cdef class ReadConnection:
         return 0
 
 
-cdef class RemoteReads(PendingReply):
+cdef class RemoteReads(ReplyBurst):
     """Compiled part of RemoteReadPath; see remote_reads.py.
 
     `path.requests` has the request in its buffer, and the table of pending ones.
@@ -276,7 +276,7 @@ cdef class RemoteReads(PendingReply):
         cdef ReadConnection way = self.way_of(connection)
         if way.count == BURST:
             way.send()
-        cdef uint32_t number = note(connection, in_flight, one, deadline_s, one.span, method_key, now_s)
+        cdef uint32_t number = register(connection, in_flight, one, deadline_s, one.span, method_key, now_s)
         pack(way.frames + way.count * FRAME_BYTES, number, left_ms, epoch, <uint8_t>target, PyBytes_AS_STRING(grant),
              file.inode, <uint32_t>index, one.within, one.span, self.flags)
         way.count += 1

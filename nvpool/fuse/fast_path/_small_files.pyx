@@ -30,8 +30,8 @@ from nvpool.fuse.fast_path._read_requests cimport PAGE, Wanted, is_read
 from nvpool.fuse.fast_path._sent_reads cimport SentReads
 from nvpool.fuse.fast_path._slots cimport assign, get, place
 from nvpool.fuse.protocol.constants import Op
-from nvpool.rpc.transports._frame cimport PendingReply, note
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
+from nvpool.rpc.reply_receivers cimport ReplyBurst, register
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
 from nvpool.rpc.transports.stream import StreamConnection
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
@@ -144,7 +144,7 @@ cdef class SmallReadBatch(SentReads):
     cdef list asked
     cdef uint32_t bytes
 
-    cdef PendingReply take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+    cdef ReplyBurst take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
         if self.jobs is not None or not self.judge(message, message_bytes, payload, payload_bytes):
             return None
         self.reads.finish(self, <const char *>payload)
@@ -211,7 +211,7 @@ cdef class SmallReadBatch(SentReads):
         return True
 
 
-cdef class SmallFileReads(PendingReply):
+cdef class SmallFileReads(ReplyBurst):
     """Compiled part of SmallFileReadPath; see small_files.py.
 
     `path.requests` has the request in its buffer, and the table of pending ones.
@@ -468,7 +468,7 @@ cdef class SmallFileReads(PendingReply):
             put += READ_BYTES
             together.bytes += one.span
         cdef dict in_flight = connection.in_flight
-        cdef uint32_t number = note(connection, in_flight, together, deadline_s, together.bytes, method_key, now_s)
+        cdef uint32_t number = register(connection, in_flight, together, deadline_s, together.bytes, method_key, now_s)
         put_head(begin, REQUEST, method_of_reads, number, left_ms, <uint32_t>length, 0, crc_of(begin + HEADER_BYTES, length))
         self._counters["messages"] += 1
         self._counters["reads"] += count

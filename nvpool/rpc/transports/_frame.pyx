@@ -15,6 +15,7 @@ from crc32c import crc32c
 
 from nvpool.core.clock import SystemClock
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REPLY, is_head, put_head
+from nvpool.rpc.reply_receivers cimport ReplyBurst, ReplyReceiver
 from nvpool.rpc.api import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Reply
 
 cdef extern from "_clock.h":
@@ -70,16 +71,11 @@ def read_head(bytearray buffer, Py_ssize_t begin, Py_ssize_t end, uint32_t whole
     return at[2], at[4] | at[5] << 8, get32(at + 8), get32(at + 12), message, payload_bytes
 
 
-cdef class PendingReply:
-    cdef int go_on(self) except -1:
-        return 0
-
-
 cdef class ReplyTaker:
-    cdef PendingReply take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+    cdef ReplyBurst take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
         """Take a successful reply directly from the connection's buffer, which holds message and payload.
 
-        Returns the sender that should continue, or None. None means that nothing was taken; the object is
+        Returns the burst that should continue, or None. None means that nothing was taken; the object is
         then called as any other on_done.
         """
         return None
@@ -100,7 +96,7 @@ def hear(connection, frames, Py_ssize_t count):
     cdef dict in_flight
     cdef tuple entry
     cdef PyObject *found
-    cdef PendingReply asking, last = None
+    cdef ReplyBurst asking, last = None
     cdef bint takes, is_system
     cdef double took_s
     reader = frames.reader
@@ -141,6 +137,8 @@ def hear(connection, frames, Py_ssize_t count):
             try:
                 if takes:
                     asking = (<ReplyTaker>who).take(message, message_bytes, message + message_bytes, payload_bytes)
+                elif isinstance(who, ReplyReceiver):
+                    asking = (<ReplyReceiver>who).receive(PyBytes_FromStringAndSize(<const char *>message, message_bytes))
                 if asking is None:
                     complete(who, message, message_bytes, payload_bytes)
             except Exception as error:
@@ -184,22 +182,6 @@ cdef Py_ssize_t reply_at(const uint8_t *at, Py_ssize_t have) noexcept nogil:
         return 0
     length = HEADER_BYTES + <Py_ssize_t>get32(at + 16) + <Py_ssize_t>get32(at + 20)
     return length if length <= have and not at[4] and not at[5] and not get32(at + 12) and is_head(at, REPLY) else 0
-
-
-cdef object note(connection, dict in_flight, on_done, double deadline_s, room, method, double now_s):
-    cdef uint32_t number = <uint32_t><uint64_t>connection.number
-    while True:
-        number += 1
-        if number:
-            key = number
-            if key not in in_flight:
-                break
-    connection.number = key
-    if deadline_s < <double>connection.timer_s:
-        connection.arm(deadline_s)
-    in_flight[key] = (on_done, None, deadline_s, room, method, now_s)
-    connection.calls.begun += 1
-    return key
 
 
 cdef int complete(who, const uint8_t *message, Py_ssize_t message_bytes, Py_ssize_t payload_bytes) except -1:

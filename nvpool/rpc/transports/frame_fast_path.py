@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 compiled = load_compiled("nvpool.rpc.transports._frame")
 
 
-class ReplyReceiver(Protocol):
+class ReplyConnection(Protocol):
     """Client connection with the request table of rpc/multiplexer.ClientConnection."""
 
     upgraded: bool
@@ -54,7 +54,7 @@ class ReplyFastPath:
     `receive` is the connection's `buffer_updated`. Without the compiled module all frames take the slow path.
     """
 
-    def __init__(self, connection: ReplyReceiver, frames: FrameStream) -> None:
+    def __init__(self, connection: ReplyConnection, frames: FrameStream) -> None:
         self._connection = connection
         self._frames = frames
 

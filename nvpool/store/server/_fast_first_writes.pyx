@@ -30,8 +30,9 @@ from nvpool.store.disk.index_records cimport IndexSegment, encode_small, segment
 from nvpool.store.replication.chain_writes import COMMITTED, LED_BYTES_MAX
 from nvpool.store.replication.peer_connections import CALL_S, Write
 from nvpool.store.disk.unknown_inodes cimport UnknownInodes
-from nvpool.rpc.transports._frame cimport PendingReply, ReplyTaker, note
+from nvpool.rpc.transports._frame cimport ReplyTaker
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REPLY, REQUEST, is_head, put_head
+from nvpool.rpc.reply_receivers cimport ReplyBurst, register
 from nvpool.rpc.transports.frame import EMPTY, pack_head
 from nvpool.rpc.transports.stream import GATHER_IN_FLIGHT, StreamConnection
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
@@ -456,7 +457,7 @@ cdef class FastFirstWrites:
         one.request, one.since_s, one.place = r[0], since_s, place
         one.request.payload = NULL
         one.message = PyBytes_FromStringAndSize(<const char *>frame + HEADER_BYTES, r.message_bytes)
-        one.request_number = note(connection, in_flight, one, now_s + offer_s, zero, peer_method_key, now_s)
+        one.request_number = register(connection, in_flight, one, now_s + offer_s, zero, peer_method_key, now_s)
         offer = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + message_bytes + r.length)
         to = <uint8_t *>PyBytes_AS_STRING(offer)
         put_head(to, REQUEST, method_of_peer_writes, one.request_number, <uint32_t>(offer_s * 1000), <uint32_t>message_bytes,
@@ -602,7 +603,7 @@ cdef class FastFirstWrites:
         return 0
 
 
-cdef class GatheredReplies(PendingReply):
+cdef class GatheredReplies(ReplyBurst):
     """Replies to writes whose offers were answered together; sent after the last of those answers."""
     cdef list sides
 
@@ -652,7 +653,7 @@ cdef class OfferedWrite(ReplyTaker):
         """Cancel: the sender of the request has gone or no longer waits. The write continues."""
         self.cancelled = True
 
-    cdef PendingReply take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload,
+    cdef ReplyBurst take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload,
                            Py_ssize_t payload_bytes):
         if self.has_ended or payload_bytes or not is_committed(message, message_bytes):
             return None

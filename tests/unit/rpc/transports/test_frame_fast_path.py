@@ -12,6 +12,7 @@ from nvpool.core.errors import Disconnected, NotFound
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.error_codec import encode_error
 from nvpool.rpc.handshake import encode_hello
+from nvpool.rpc.reply_receivers import ReplyBurst, ReplyReceiver
 from nvpool.rpc.transports import frame_fast_path
 from nvpool.rpc.transports.frame import HEADER_BYTES, HELLO, REPLY, pack_head
 from nvpool.rpc.transports.stream import StreamConnection
@@ -213,5 +214,51 @@ def test_queued_request_is_sent_when_the_socket_is_writable():
         receive(connection, reply(first) + reply(waits))
         assert [name for name, *_ in results] == ["first", "waits"]
         assert (connection.calls.begun, connection.calls.ended) == (begun[0], begun[1] + 2)
+
+    scene(work)
+
+
+class Receiver(ReplyReceiver):
+    """Takes messages that begin with T."""
+
+    def __init__(self, heard):
+        self.heard, self.burst = heard, ReplyBurst()
+
+    def receive(self, message):
+        if not message.startswith(b"T"):
+            return None
+        self.heard.append(("taken", message))
+        return self.burst
+
+    def __call__(self, reply, error):
+        if error is None and not reply.payload and self.receive(bytes(reply.message)) is not None:
+            return
+        self.heard.append(("called", None if reply is None else bytes(reply.message), type(error)))
+
+
+def test_receiver_gets_messages_and_is_called_for_the_others():
+    async def work(connection) -> None:
+        heard: list = []
+        numbers = [
+            connection.submit(METHOD, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 10, on_done=Receiver(heard))
+            for _ in range(5)
+        ]
+        code, text = encode_error(NotFound("no"))
+        frames = [
+            reply(numbers[0], b"T one"),
+            reply(numbers[1], b"other"),
+            reply(numbers[2], b"T with bytes", b"payload"),
+            reply(numbers[3], text, status=code),
+            reply(numbers[4], b"T" * 2000),
+        ]
+        receive(connection, b"".join(frames))
+        assert heard == [
+            ("taken", b"T one"),
+            ("called", b"other", type(None)),
+            ("called", b"T with bytes", type(None)),
+            ("called", None, NotFound),
+            ("taken", b"T" * 2000),
+        ]
+        assert not connection.in_flight
 
     scene(work)
