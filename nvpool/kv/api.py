@@ -15,6 +15,9 @@ from typing import Protocol
 Effect = tuple[bytes, bytes | None]
 """A key and its new value, or None to delete the key. Deleting an absent key is no error."""
 
+Effects = Iterable[Effect] | dict[bytes, bytes | None]
+"""The effects of one change: pairs, or a dict that its owner gives away."""
+
 KEY_BYTES_MAX = 511
 """Maximum length of a key, as in LMDB."""
 
@@ -70,11 +73,12 @@ class Kv(Protocol):
     def scan_back(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
         """Return up to `limit` pairs with first <= key < end, in descending order."""
 
-    def apply(self, effects: Iterable[Effect], *, reclaims: bool = False) -> int:
+    def apply(self, effects: Effects, *, reclaims: bool = False) -> int:
         """Apply all effects atomically; return the change's sequence number (1, 2, 3, … without a gap).
 
         On return the change survives the death of this process (kill -9), and after `sync` also a power loss.
-        If this raises, nothing has changed. Each key may occur once.
+        If this raises, nothing has changed. Each key may occur once. A dict becomes part of the store: the caller must not
+        change it any more.
 
         NoSpace: the store is at its configured maximum and `reclaims` (this change frees more than it adds)
         is not set, or the drive is full; report to the user.

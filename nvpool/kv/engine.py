@@ -22,7 +22,7 @@ import contextlib
 import heapq
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from nvpool.core.errors import (
     WrongFormat,
 )
 from nvpool.core.futures import abandon
-from nvpool.kv.api import KEY_END, Effect
+from nvpool.kv.api import KEY_END, Effect, Effects
 from nvpool.kv.data_dir import EngineDirectory
 from nvpool.kv.journal import Journal
 from nvpool.kv.journal_record import JournalRecord, checked_effects, encode
@@ -126,6 +126,7 @@ class LmdbKv:
         self._sync_thread = options.floor.thread("kv-sync")
         self._checkpoint_thread = options.floor.thread("kv-checkpoint")
         self._record_bytes_max = self.options.journal_bytes // 8
+        self._half_journal_bytes = self.options.journal_bytes // 2
         self._directory: EngineDirectory
         self.journal: Journal
         self.tree: LmdbTree
@@ -151,6 +152,7 @@ class LmdbKv:
         self._checkpoint_task: asyncio.Task[None] | None = None
         self._sync_count = self._checkpoint_count = self._replayed_count = 0
         self._snapshots = SnapshotSet(self, path)
+        self._open_snapshots = self._snapshots.live
         self.on_apply: Callable[[dict[bytes, bytes | None]], None] | None = None
 
     # -- opening ------------------------------------------------------------------------------------------------------
@@ -308,30 +310,40 @@ class LmdbKv:
 
     # -- changing -----------------------------------------------------------------------------------------------------
 
-    def apply(self, effects: Iterable[Effect], *, reclaims: bool = False) -> int:
+    def apply(self, effects: Effects, *, reclaims: bool = False) -> int:
         changed = checked_effects(effects)
-        journal = self.journal
-        sequence = self._sequence + 1
+        journal, sequence = self.journal, self._sequence + 1
         record = encode(self.term, journal.generation, sequence, changed)
-        if len(record) > self._record_bytes_max:
-            raise TooBig(f"a change of {len(record)} bytes is more than an eighth of the journal")
-        if journal.offset + len(record) > (self._limit_reclaiming if reclaims else self._limit_adding):
-            self._refuse(len(record), reclaims)
-        try:
-            journal.append(record)
-        except NoSpace:
-            raise
-        except NvpoolError as error:
-            self._fence(str(error))
-            raise
+        record_bytes = len(record)
+        if record_bytes > self._record_bytes_max:
+            raise TooBig(f"a change of {record_bytes} bytes is more than an eighth of the journal")
+        if journal.offset + record_bytes > (self._limit_reclaiming if reclaims else self._limit_adding):
+            self._refuse(record_bytes, reclaims)
+        self._append_to_journal(record)
         # From here on the change is applied; nothing below may fail.
-        if self._snapshots:
-            self._snapshots.note(changed)
         if self.on_apply is not None:
             self.on_apply(changed)
         self._sequence = sequence
         if self.history is not None:
             self.history.note(sequence, self.term, record)
+        self._take(changed)
+        return sequence
+
+    def _append_to_journal(self, record: bytes) -> None:
+        """Append one or more records. On return they survive kill -9; after an error other than NoSpace the
+        engine is fenced."""
+        try:
+            self.journal.append(record)
+        except NoSpace:
+            raise
+        except NvpoolError as error:
+            self._fence(str(error))
+            raise
+
+    def _take(self, changed: dict[bytes, bytes | None]) -> None:
+        """Put a change into the layer, and start the timers and the checkpoint that it needs."""
+        if self._open_snapshots:
+            self._snapshots.note(changed)
         values = self._layer.values
         values.update(changed)
         if self._sync_timer is None:
@@ -340,9 +352,8 @@ class LmdbKv:
             self._checkpoint_timer = self._loop.call_later(
                 self.options.checkpoint_interval_s, self._checkpoint_due
             )
-        if len(values) >= self.entries_max or journal.offset > self.options.journal_bytes // 2:
+        if len(values) >= self.entries_max or self.journal.offset > self._half_journal_bytes:
             self._relieve()
-        return sequence
 
     def _refuse(self, record_bytes: int, reclaims: bool) -> None:
         """Raise the first applicable reason why a record does not fit."""
@@ -384,10 +395,7 @@ class LmdbKv:
         self._limit_adding = min(self._limit_reclaiming, left)
 
     def _is_large(self) -> bool:
-        return (
-            len(self._layer.values) >= self.entries_max
-            or self.journal.offset > self.options.journal_bytes // 2
-        )
+        return len(self._layer.values) >= self.entries_max or self.journal.offset > self._half_journal_bytes
 
     def _relieve(self) -> None:
         """Start a checkpoint for a large layer; at twice its size, stop accepting changes."""

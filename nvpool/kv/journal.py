@@ -40,7 +40,7 @@ class Journal:
         self.capacity_bytes = capacity_bytes
         self.offset = 0
         """Position of the next record, and so also the size of the current generation."""
-        self._generation = 0
+        self.generation = 0
         self.files: list[int] = []
         self._unsynced = [False, False]
         try:
@@ -54,16 +54,12 @@ class Journal:
             self.close()
             raise from_os_error(error, f"open the journal in {directory}") from error
 
-    @property
-    def generation(self) -> int:
-        return self._generation
-
     def begin(self, generation: int) -> None:
         """Start `generation`, which must be higher than any written before.
 
         It overwrites the file of the generation before the last, which is in the long-term store.
         """
-        self._generation = generation
+        self.generation = generation
         self.offset = 0
 
     def append(self, record: bytes) -> None:
@@ -73,7 +69,7 @@ class Journal:
         DriveFailed: replay will not find the record either, but the drive is not reliable; fence the engine.
         Fenced: the journal may still contain part of the record.
         """
-        half = self._generation & 1
+        half = self.generation & 1
         descriptor = self.files[half]
         offset = self.offset
         end = offset + len(record)

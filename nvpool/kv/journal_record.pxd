@@ -12,8 +12,10 @@ cdef uint32_t _DELETED, _LOW
 cdef ByteWriter _out
 
 
-@cython.locals(pairs=list, count=Py_ssize_t, changed=dict)
+@cython.locals(pairs=list, changed=dict)
 cpdef dict checked_effects(effects)
+@cython.locals(count=Py_ssize_t)
+cdef int _check(key, value) except -1
 @cython.locals(out=ByteWriter, key=bytes, value=bytes)
 cpdef bytes encode(uint64_t term, uint64_t generation, uint64_t sequence, dict effects)
 @cython.locals(count=Py_ssize_t)

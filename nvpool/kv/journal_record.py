@@ -17,13 +17,12 @@ migration, on the thread of the event loop only: the encoder and the reader of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nvpool.core import primitives
 from nvpool.core.errors import InvalidRequest, TooBig
 from nvpool.core.primitives import ByteReader, ByteWriter
-from nvpool.kv.api import KEY_BYTES_MAX, KEY_END, VALUE_BYTES_MAX, Effect
+from nvpool.kv.api import KEY_BYTES_MAX, KEY_END, VALUE_BYTES_MAX, Effects
 
 HEAD_BYTES = 40
 """Length of a record without effects."""
@@ -46,28 +45,37 @@ class JournalRecord(NamedTuple):
     length: int
 
 
-def checked_effects(effects: Iterable[Effect]) -> dict[bytes, bytes | None]:
-    """Return the effects of one change by key.
+def checked_effects(effects: Effects) -> dict[bytes, bytes | None]:
+    """Return the effects of one change by key; a dict itself.
 
     InvalidRequest: a key is empty, too long, not below KEY_END, or occurs twice; or a key or value is not
     bytes.
     TooBig: a value is longer than VALUE_BYTES_MAX.
     """
-    pairs = effects if type(effects) is list else list(effects)
     changed: dict[bytes, bytes | None] = {}
+    if type(effects) is dict:
+        changed = effects
+        for key, value in changed.items():
+            _check(key, value)
+        return changed
+    pairs: list[Any] = effects if type(effects) is list else list(effects)
     for key, value in pairs:
-        count = len(key) if type(key) is bytes else 0
-        if not 0 < count <= _KEY_BYTES_MAX or (count == _KEY_BYTES_MAX and key == KEY_END):
-            raise InvalidRequest(f"a key is 1 to {KEY_BYTES_MAX} bytes and below KEY_END, not {key!r:.80}")
-        if value is not None:
-            if type(value) is not bytes:
-                raise InvalidRequest(f"a value is bytes, not {type(value).__name__}")
-            if len(value) > _VALUE_BYTES_MAX:
-                raise TooBig(f"a value has {VALUE_BYTES_MAX} bytes at most, not {len(value)}")
+        _check(key, value)
         changed[key] = value
     if len(changed) != len(pairs):
         raise InvalidRequest("a key occurs twice in one change")
     return changed
+
+
+def _check(key: object, value: object) -> None:
+    count = len(key) if type(key) is bytes else 0
+    if not 0 < count <= _KEY_BYTES_MAX or (count == _KEY_BYTES_MAX and key == KEY_END):
+        raise InvalidRequest(f"a key is 1 to {KEY_BYTES_MAX} bytes and below KEY_END, not {key!r:.80}")
+    if value is not None:
+        if type(value) is not bytes:
+            raise InvalidRequest(f"a value is bytes, not {type(value).__name__}")
+        if len(value) > _VALUE_BYTES_MAX:
+            raise TooBig(f"a value has {VALUE_BYTES_MAX} bytes at most, not {len(value)}")
 
 
 def encode(term: int, generation: int, sequence: int, effects: dict[bytes, bytes | None]) -> bytes:

@@ -7,11 +7,11 @@ pool; it never waits, and has no thread and no clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import islice
 
 from nvpool.core.errors import Fenced, InvalidRequest
-from nvpool.kv.api import Effect
+from nvpool.kv.api import Effects
 from nvpool.kv.journal_record import checked_effects
 from nvpool.kv.memtable import OrderedKeys
 from nvpool.kv.snapshot import EngineSnapshot, SnapshotSet
@@ -50,7 +50,7 @@ class MemoryKv:
         values = self._values
         return [(key, values[key]) for key in islice(self._keys.descend(first, end), limit)]
 
-    def apply(self, effects: Iterable[Effect], *, reclaims: bool = False) -> int:
+    def apply(self, effects: Effects, *, reclaims: bool = False) -> int:
         if self._fenced:
             raise Fenced(self._fenced)
         changed = checked_effects(effects)

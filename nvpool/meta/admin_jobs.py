@@ -321,4 +321,4 @@ class Load:
         while self._kv.full:
             await self._kv.room()
         if effects:
-            self._kv.apply(list(dict(effects).items()))
+            self._kv.apply(dict(effects))

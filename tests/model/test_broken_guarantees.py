@@ -170,7 +170,7 @@ def test_request_slot_that_is_not_stored_is_found(monkeypatch):
     def apply(self, effects, before=MemberKv.apply, **named):
         stored = [
             (key, value[:1] + bytes(8) + value[9:] if value and key.startswith(is_slot) else value)
-            for key, value in effects
+            for key, value in dict(effects).items()
         ]
         return before(self, stored, **named)
 

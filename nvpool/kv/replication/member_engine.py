@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from nvpool.core.errors import CorruptRecord, InvalidRequest, NoSpace, NvpoolError, StaleTerm
+from nvpool.core.errors import CorruptRecord, InvalidRequest, StaleTerm
 from nvpool.kv.api import Effect
 from nvpool.kv.data_dir import EngineDirectory
 from nvpool.kv.engine import LmdbKv
@@ -167,31 +167,6 @@ class MemberKv(LmdbKv):
                 self.history.note(self._sequence, self.term, raw)
             self._take(changed)
         return True
-
-    def _append_to_journal(self, raw: bytes) -> None:
-        try:
-            self.journal.append(raw)
-        except NoSpace:
-            raise
-        except NvpoolError as error:
-            self._fence(str(error))
-            raise
-
-    def _take(self, changed: dict[bytes, bytes | None]) -> None:
-        """Put a change into the layer, as the end of `apply` does. (There it is inlined, for the speed of a
-        primary.)"""
-        if self._snapshots:
-            self._snapshots.note(changed)
-        values = self._layer.values
-        values.update(changed)
-        if self._sync_timer is None:
-            self._sync_timer = self._loop.call_later(self.options.sync_interval_s, self._sync_due)
-        if self._checkpoint_timer is None:
-            self._checkpoint_timer = self._loop.call_later(
-                self.options.checkpoint_interval_s, self._checkpoint_due
-            )
-        if self._is_large():
-            self._relieve()
 
     async def more_room(self) -> None:
         """Wait after Busy of `append` until a checkpoint has ended; NoSpace if the drive is full."""

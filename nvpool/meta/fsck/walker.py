@@ -658,7 +658,7 @@ class Fsck:
         except WrongShard:
             self._findings.postpone(decide)
             return []
-        self._kv.apply(list(draft.finish().items()), reclaims=True)
+        self._kv.apply(draft.finish(), reclaims=True)
         if draft.born:
             self._view.next_number += 1
             self._view.inode_count += 1

@@ -109,7 +109,7 @@ class ChangeHandlers:
             if self._kv.full:
                 self._replies.retry(call, self._kv.room)
                 return
-            self._kv.apply(list(draft.finish().items()), reclaims=True)
+            self._kv.apply(draft.finish(), reclaims=True)
         call.reply(draft.reply.SerializeToString())
 
     def answer_change(
@@ -280,7 +280,7 @@ class ChangeHandlers:
             effects[records.slot_key(session.number, index)] = session_records.encode_slot(
                 sequence, waits_for, answer, mark
             )
-            self._kv.apply(list(effects.items()), reclaims=not draft.adds)
+            self._kv.apply(effects, reclaims=not draft.adds)
             self._counters["changes"] += 1
             if committed is not None:
                 committed()

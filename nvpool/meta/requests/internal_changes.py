@@ -50,7 +50,7 @@ class InternalChanges:
                     break
             effects, decision = coordinator.split(span, draft)
             try:
-                self._kv.apply(list(effects.items()), reclaims=True)
+                self._kv.apply(effects, reclaims=True)
             except (Refused, Busy):
                 coordinator.not_written(span)
                 raise

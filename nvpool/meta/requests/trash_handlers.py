@@ -121,7 +121,7 @@ class TrashHandlers:
         draft = trash.purged(self._view, volume, inodes, self._clock.wall_ns())
         effects = draft.finish()
         if effects:
-            self._kv.apply(list(effects.items()), reclaims=True)
+            self._kv.apply(effects, reclaims=True)
         for orphan in draft.orphans:
             self._collector.add(orphan)
         return len(draft.orphans)

@@ -176,7 +176,7 @@ class Removal:
 
     def _apply(self, draft: Draft) -> None:
         try:
-            self._kv.apply(list(draft.finish().items()), reclaims=True)
+            self._kv.apply(draft.finish(), reclaims=True)
         except CorruptRecord:
             self._way = [(self._number, b"")]
             raise

@@ -80,6 +80,7 @@ def test_record_has_its_documented_layout(effects, term, generation, sequence):
 def test_accepted_effects_keep_their_order(effects):
     pairs = list(effects.items())
     assert list(checked_effects(pairs).items()) == pairs == list(checked_effects(iter(pairs)).items())
+    assert checked_effects(effects) is effects and list(effects.items()) == pairs
 
 
 @given(st.lists(EFFECTS, max_size=4), st.integers(0, 5), st.integers(0, 2**64 - 1))
@@ -147,9 +148,24 @@ def test_invalid_effects_are_refused(effects, error):
         checked_effects(effects)
 
 
+@pytest.mark.parametrize(
+    ("effects", "error"),
+    [
+        ({b"a": b"1", b"": b"1"}, InvalidRequest),
+        ({KEY_END: None}, InvalidRequest),
+        ({"a": b"1"}, InvalidRequest),
+        ({b"a": "1"}, InvalidRequest),
+        ({b"a": bytes(VALUE_BYTES_MAX + 1)}, TooBig),
+    ],
+)
+def test_invalid_effects_of_a_dict_are_refused(effects, error):
+    with pytest.raises(error):
+        checked_effects(effects)
+
+
 def test_effects_at_their_limits_are_accepted():
     effects = [(KEY_END[:-1], bytes(VALUE_BYTES_MAX)), (b"\0", b""), (KEY_END[:-1] + b"\xfe", None)]
-    assert checked_effects(effects) == dict(effects)
+    assert checked_effects(effects) == checked_effects(dict(effects)) == dict(effects)
 
 
 def test_first_write_to_a_page_covers_it_completely(tmp_path, monkeypatch):
