@@ -24,6 +24,7 @@ TYPED = sorted(
 """Python modules beside a .pxd that gives their classes and functions C types; they also run interpreted."""
 TYPED_DIRECTIVES = {"annotation_typing": False, "nonecheck": True, "boundscheck": True, "wraparound": True}
 SOURCES = sorted([*Path("nvpool").rglob("*.pyx"), *TYPED])
+TYPED_C = Path("build/typed")
 SHARED = sorted([*Path("nvpool").rglob("*.h"), *Path("nvpool").rglob("*.pxd")])
 
 
@@ -74,6 +75,16 @@ def extension(source: Path) -> Extension:
     )
 
 
+def remove_outdated_c(source: Path) -> None:
+    """Remove the C source of a module that is older than a header that the module uses, so that it is made again.
+
+    Cython does not notice a change of a .pxd that is named as in `from nvpool.core cimport primitives`.
+    """
+    made = (TYPED_C / source if source in TYPED else source).with_suffix(".c")
+    if made.exists() and any(path.stat().st_mtime > made.stat().st_mtime for path in used_by(source)):
+        made.unlink()
+
+
 def extensions() -> list[Extension]:
     if IS_PURE:
         return []
@@ -83,6 +94,8 @@ def extensions() -> list[Extension]:
     found = [
         extension(source) for source in sorted(SOURCES, key=lambda path: path.stat().st_size, reverse=True)
     ]
+    for one in found:
+        remove_outdated_c(Path(one.sources[0]))
     typed = {str(path) for path in TYPED}
     untyped = [one for one in found if one.sources[0] not in typed]
     typed_ones = [one for one in found if one.sources[0] in typed]
@@ -91,7 +104,7 @@ def extensions() -> list[Extension]:
         nthreads=PROCESSORS,
         language_level=3,
         compiler_directives=TYPED_DIRECTIVES,
-        build_dir="build/typed",  # the C sources: beside the modules their names would be those of the modules
+        build_dir=str(TYPED_C),  # the C sources: beside the modules their names would be those of the modules
     )
 
 
