@@ -313,11 +313,9 @@ async def test_hedged_small_file_can_be_interrupted(kernel):
 
 @on_large_files_compiled
 async def test_ended_reads_are_not_kept(kernel):
-    from nvpool.fuse.fast_path._sent_reads import SentReads
-
     def messages():  # without the spares, which have no lane
         gc.collect()
-        return [one for one in gc.get_objects() if isinstance(one, SentRead | SentReads) and one.lane]
+        return [one for one in gc.get_objects() if isinstance(one, SentRead) and one.lane]
 
     number = await kernel.open()
     silent = SilentTarget(kernel, lane_of(kernel, number).target)

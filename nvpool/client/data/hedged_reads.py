@@ -17,6 +17,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import Any
 
 from nvpool.client.data.read_queue import Read, ReadQueue
 from nvpool.client.state.metadata_cache import OpenInode
@@ -51,14 +52,17 @@ thousand replies a second and target are measured, fast and slow ones alike: to 
 the 95th percentile, and with it the time before a read is sent twice.
 """
 
+_MEASURED_S = MEASURED_S
+
 
 class SentRead:
     """A message with reads in flight. `again(sent)` sends the reads to another replica.
 
-    Compiled reads have the same attributes and methods: `_sent_reads.SentReads`.
+    `jobs`: the reads; None while compiled code answers them. Compiled, a SentRead can take replies from the receive
+    buffer (rpc/transports/_frame.ReplyTaker), and the messages of the mount's compiled reads derive from it.
     """
 
-    __slots__ = ("lane", "jobs", "sent_s", "again", "count", "cost", "end", "is_hedged")
+    __slots__ = ("lane", "jobs", "sent_s", "again", "count", "cost", "end", "is_hedged", "is_watched")
 
     def __init__(
         self,
@@ -68,15 +72,19 @@ class SentRead:
         again: Callable[[SentRead], None],
         cost: float,
     ) -> None:
-        self.lane = lane
+        self.begin(lane, len(jobs), sent_s, again)
         self.jobs = jobs
-        self.sent_s = sent_s
-        self.again = again
-        self.count = len(jobs)
         self.cost = cost
+
+    def begin(self, lane: ReadQueue, count: int, sent_s: float, again: Callable[[Any], None]) -> None:
+        """Begin a message with `count` reads that is sent now, also in place of an ended one."""
+        self.lane, self.sent_s, self.again = lane, sent_s, again
+        self.jobs: Any = None
+        self.count = count
+        self.cost: float = count
         self.end: Callable[[], None] = _nothing
         """Stops reception; must be called before another task writes to the reader's memory."""
-        self.is_hedged = False
+        self.is_hedged = self.is_watched = False
 
 
 def _nothing() -> None:
@@ -103,7 +111,7 @@ class Hedging:
         self._read_count = read_count
         self._loop = asyncio.get_running_loop()
         self.sent: dict[SentRead, None] = {}
-        """The messages in flight, in the order of sending. Compiled reads add and remove theirs."""
+        """The messages in flight, in the order of sending."""
         self._credit = CREDIT_MAX
         self._credited = 0  # of the reads, those that are counted in the credit
         self._times: list[float] = []
@@ -122,10 +130,15 @@ class Hedging:
         request, in reads; infinite: only a late read is sent twice.
         """
         sent = SentRead(lane, jobs, self._now_s(), again, cost or len(jobs))
+        self.add(sent)
+        return sent
+
+    def add(self, sent: SentRead) -> None:
+        """Watch a message that has begun; as `watch`."""
+        sent.is_watched = True
         self.sent[sent] = None
         if self.timer is None:
             self.start_timer()
-        return sent
 
     def leave_out(self, read_count: int) -> None:
         """Earn no credit by these reads, which are never sent twice before they are late.
@@ -145,6 +158,14 @@ class Hedging:
         """
         self.sent.pop(sent, None)
         self.measure(sent.lane, self._now_s() - sent.sent_s, good)
+
+    def came_at(self, sent: SentRead, now_s: float) -> None:
+        """Record the end of a compiled read with a good reply; measure it if MEASURED_S have passed."""
+        self.sent.pop(sent, None)
+        lane = sent.lane
+        if now_s - lane.measured_s >= _MEASURED_S:
+            lane.measured_s = now_s
+            self.measure(lane, now_s - sent.sent_s)
 
     def measure(self, lane: ReadQueue, took_s: float, good: bool = True) -> None:
         """Record the latency of a message. `good` as in `came`."""

@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False
+# cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
 """Compiled reads from a store: from the kernel's request to the frame, and back.
 
 remote_reads.py has the contract.
@@ -18,8 +18,9 @@ from nvpool.security._xts cimport decrypting
 from nvpool.core.clock import SystemClock, stopwatch_s
 from nvpool.core.errors import Stale
 from nvpool.client.state.small_file_cache import SMALL_BYTES
+from nvpool.client.data.hedged_reads cimport Hedging, SentRead
+from nvpool.client.data.read_queue cimport ReadQueue
 from nvpool.fuse.fast_path._read_requests cimport LARGE_BYTES, PAGE, Wanted, is_read, read_at_random
-from nvpool.fuse.fast_path._sent_reads cimport SentReads
 from nvpool.fuse.protocol.constants import Op
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
 from nvpool.rpc.reply_receivers cimport ReplyBurst, register
@@ -69,7 +70,7 @@ def is_of_use():
     return bool(has_instruction())
 
 
-cdef class PendingRead(SentReads):
+cdef class PendingRead(SentRead):
     """A read requested from a store.
 
     It is an entry of the table of pending requests, and the receiver of the connection's reply.
@@ -109,7 +110,7 @@ cdef class PendingRead(SentReads):
         cdef RemoteReads reads = self.reads
         self.lane.in_flight -= 1
         if self.is_watched:
-            self.came(reads.hedging, reads.now_s())
+            reads.hedging.came_at(self, reads.now_s())
         if not self.is_done:
             self.is_done = True
             reads.send_reply(self, payload)
@@ -129,7 +130,7 @@ cdef class PendingRead(SentReads):
             self.go_on()
         reads.chunks.answered(self.lane, self.jobs, reply, error)
 
-    def again(self, sent):
+    def send_again(self):
         """Send the read to another replica too; the slow path waits for both replies. Called by Hedging."""
         if not self.is_done:
             self.go_on()
@@ -159,6 +160,9 @@ cdef class ReadConnection:
         return 0
 
 
+cdef object send_again = PendingRead.send_again
+
+
 cdef class RemoteReads(ReplyBurst):
     """Compiled part of RemoteReadPath; see remote_reads.py.
 
@@ -166,7 +170,8 @@ cdef class RemoteReads(ReplyBurst):
     """
     cdef readonly object path, requests
     cdef readonly uint64_t read_bytes
-    cdef object _pages, _paged, chunks, short_circuit, dialer, replicas, hedging, _counters, _clock
+    cdef Hedging hedging
+    cdef object _pages, _paged, chunks, short_circuit, dialer, replicas, _counters, _clock
     cdef dict _files, work, ways, scratches
     cdef bytearray _buffer
     cdef int _fd
@@ -229,7 +234,7 @@ cdef class RemoteReads(ReplyBurst):
         key = index
         if file.located and key in file.located:
             return False
-        lane = (<dict>file.lanes).get(key)
+        cdef ReadQueue lane = (<dict>file.lanes).get(key)
         if lane is None:
             try:
                 lane = self.chunks.find_lane(file, key)
@@ -261,7 +266,7 @@ cdef class RemoteReads(ReplyBurst):
         if ((offset & (PAGE - 1)) + size + PAGE - 1) >> 12 > LARGE_BLOCKS_MAX:
             return False
         cdef PendingRead one = <PendingRead>self.spares.pop() if self.spares else PendingRead.__new__(PendingRead)
-        one.sent_to(lane, 1, now_s)
+        one.begin(lane, 1, now_s, send_again)
         one.reads, one.file, one.index = self, file, key
         one.unique, one.size, one.is_done = unique, size, False
         one.skip = offset & (PAGE - 1)
@@ -290,7 +295,7 @@ cdef class RemoteReads(ReplyBurst):
         lane.in_flight = others + 1
         self.work[unique] = one, wanted.pid, opcode_key, one.since_s
         if self.replicas.several:
-            one.watch(self.hedging)
+            self.hedging.add(one)
         if not others:  # the store is idle
             way.send()
         elif way.count == 1:

@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False
+# cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
 """Compiled reads of complete small files, batched in one message for a store.
 
 From the kernel's requests to the message, and back. small_files.py has the contract.
@@ -25,9 +25,10 @@ from nvpool.client.state import small_file_cache as contents
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.leases import ShardWatch
 from nvpool.client.state.vfs_types import FileHandle
+from nvpool.client.data.hedged_reads cimport Hedging, SentRead
+from nvpool.client.data.read_queue cimport ReadQueue
 from nvpool.fuse.fast_path._leases cimport held_lease
 from nvpool.fuse.fast_path._read_requests cimport PAGE, Wanted, is_read
-from nvpool.fuse.fast_path._sent_reads cimport SentReads
 from nvpool.fuse.fast_path._slots cimport assign, get, place
 from nvpool.fuse.protocol.constants import Op
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
@@ -138,7 +139,7 @@ cdef class PendingSmallRead:
         return True
 
 
-cdef class SmallReadBatch(SentReads):
+cdef class SmallReadBatch(SentRead):
     """The reads of one message: the receiver of the connection's reply."""
     cdef SmallFileReads reads
     cdef list asked
@@ -176,7 +177,7 @@ cdef class SmallReadBatch(SentReads):
             self.jobs = self.reads.path.as_ordinary(self.asked)
         self.reads.chunks.answered(self.lane, self.jobs, reply, error)
 
-    def again(self, sent):
+    def send_again(self):
         """Send the reads to another replica too; the slow path waits for both replies. Called by Hedging."""
         self.jobs = self.reads.path.as_ordinary(self.asked)
         self.reads.chunks.hedge(self)
@@ -211,6 +212,9 @@ cdef class SmallReadBatch(SentReads):
         return True
 
 
+cdef object send_again = SmallReadBatch.send_again
+
+
 cdef class SmallFileReads(ReplyBurst):
     """Compiled part of SmallFileReadPath; see small_files.py.
 
@@ -218,7 +222,8 @@ cdef class SmallFileReads(ReplyBurst):
     """
     cdef readonly object path, requests
     cdef readonly uint64_t read_bytes, taken    # number of reads
-    cdef object _pages, _reader, chunks, _contents, _short_circuit, _dialer, _replicas, hedging, _clock, _spent
+    cdef Hedging hedging
+    cdef object _pages, _reader, chunks, _contents, _short_circuit, _dialer, _replicas, _clock, _spent
     cdef dict _files, _work, _paged, _leases_by_inode, _pending, _counters, _contents_counters, scratches
     cdef object _kept
     cdef bytearray _buffer
@@ -352,6 +357,7 @@ cdef class SmallFileReads(ReplyBurst):
         cdef PyObject *found = PyDict_GetItem(lanes, 0)
         cdef uint64_t key
         cdef Py_ssize_t count
+        cdef ReadQueue lane
         if found is not NULL:
             return <object>found
         replicas = self._replicas
@@ -362,7 +368,7 @@ cdef class SmallFileReads(ReplyBurst):
                 choices = <tuple?><object>found
                 count = len(<tuple>choices)
                 lane = (<tuple>choices)[<Py_ssize_t>(<uint64_t>inode % <uint64_t>count)]
-                if count == 1 or <Py_ssize_t>lane.in_flight + len(<list?>lane.pending) < busier:
+                if count == 1 or lane.in_flight + len(lane.pending) < busier:
                     lanes[0] = lane
                     return lane
         try:
@@ -410,7 +416,7 @@ cdef class SmallFileReads(ReplyBurst):
                         one.parts.pop().end(None, error)
         return 0
 
-    cdef int send_some(self, lane, list asked) except -1:
+    cdef int send_some(self, ReadQueue lane, list asked) except -1:
         cdef Py_ssize_t count = len(asked), at, length
         cdef SmallReadBatch together
         cdef PendingSmallRead one
@@ -455,7 +461,7 @@ cdef class SmallFileReads(ReplyBurst):
             put += 2 + GRANT_BYTES
         put = put_number(put, 0x22, count * READ_BYTES)
         together = SmallReadBatch.__new__(SmallReadBatch)
-        together.sent_to(lane, count, now_s)
+        together.begin(lane, count, now_s, send_again)
         together.reads, together.asked = self, asked
         for at in range(count):
             one = <PendingSmallRead>asked[at]
@@ -474,7 +480,7 @@ cdef class SmallFileReads(ReplyBurst):
         self._counters["reads"] += count
         lane.in_flight += 1
         if self._replicas.several:
-            together.watch(self.hedging)
+            self.hedging.add(together)
         transport = connection.frames.transport
         if not transport.is_closing():
             transport.write(frame)
@@ -491,7 +497,7 @@ cdef class SmallFileReads(ReplyBurst):
         cdef bytes plain
         together.lane.in_flight -= 1
         if together.is_watched:
-            together.came(self.hedging, now_s)
+            self.hedging.came_at(together, now_s)
         for one in asked:
             if get(one.file, file_encrypted):
                 plain = self.plain(asked, <const uint8_t *>payload, together.bytes)
