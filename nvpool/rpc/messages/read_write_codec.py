@@ -227,7 +227,7 @@ def decoded(reply_type: type[_Reply], raw: Buffer) -> _Reply:
     try:
         return reply_type.FromString(raw if type(raw) is bytes else bytes(raw))
     except DecodeError:
-        raise CorruptFrame(f"an answer is not a {reply_type.DESCRIPTOR.name}") from None
+        raise CorruptFrame(f"an answer is not a {reply_type.__name__}") from None
 
 
 def encode_read_reply(epoch: int, results: bytes | bytearray, checksums: bytes) -> bytes:

@@ -60,7 +60,7 @@ from nvpool.poolmap.chains.protocol import (
     until,
 )
 from nvpool.poolmap.file_layout import chain_of
-from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.rpc.messages.peer_messages import PeerWriteReply, PeerWriteRequest
 from nvpool.store.chunks.api import ChunkStore, MustWait, Placed
 from nvpool.store.replication.peer_connections import Name, PendingForward, ReplicaPeers, Write
 
@@ -86,7 +86,7 @@ REFUSED_MAX = 1024
 """Chunks of which a refused version is remembered. One that is forgotten is offered, and refused, once more."""
 _TRIES_MAX = 1000
 
-Outcome = tuple[pb.PeerWriteReply | None, BaseException | None]
+Outcome = tuple[PeerWriteReply | None, BaseException | None]
 """Outcome of an offer: the successor's reply, or an error that leaves the write undecided."""
 OnEnd = Callable[[int], None]
 """Called with the committed version, or with 0 if a task continues the write: then use `ChainWrites.lead`."""
@@ -502,9 +502,7 @@ class ChainWrites:
         )
         pending.offered = _SubmittedOffer(self._peers, sending)
 
-    def _answered(
-        self, pending: Pending, reply: pb.PeerWriteReply | None, error: BaseException | None
-    ) -> None:
+    def _answered(self, pending: Pending, reply: PeerWriteReply | None, error: BaseException | None) -> None:
         pending.offered = None
         if error is None and not reply.status:
             self._commit_now(pending)
@@ -691,7 +689,7 @@ class ChainWrites:
         """
         waiter = pending.waiter = asyncio.get_running_loop().create_future()
 
-        def done(reply: pb.PeerWriteReply | None, error: BaseException | None) -> None:
+        def done(reply: PeerWriteReply | None, error: BaseException | None) -> None:
             if not waiter.done():
                 waiter.set_result((reply, error))
 
@@ -705,10 +703,10 @@ class ChainWrites:
             pending.waiter = pending.sending = None
         return outcome is not None and _is_committed(*outcome)
 
-    def _offer_of(self, pending: Pending, place: ChainPosition) -> pb.PeerWriteRequest:
+    def _offer_of(self, pending: Pending, place: ChainPosition) -> PeerWriteRequest:
         write = pending.write
         session, slot, sequence = write.request
-        return pb.PeerWriteRequest(
+        return PeerWriteRequest(
             target=place.successor,
             sender=self._target,
             table=write.table,
@@ -864,11 +862,11 @@ def _memory(buffer: memoryview) -> object:
     return memoryview(buffer).obj
 
 
-COMMITTED: Outcome = pb.PeerWriteReply(), None
+COMMITTED: Outcome = PeerWriteReply(), None
 """Outcome of an offer that the successor and all members after it have committed."""
 
 
-def _is_committed(reply: pb.PeerWriteReply | None, error: BaseException | None) -> bool:
+def _is_committed(reply: PeerWriteReply | None, error: BaseException | None) -> bool:
     """Return True for COMMITTED; raise the refusal of the successor, or the error that leaves the outcome open."""
     if error is not None:
         raise error

@@ -34,7 +34,7 @@ from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.poolmap.chains.protocol import Offer
 from nvpool.poolmap.model import PoolMap
 from nvpool.rpc.api import Buffer
-from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.rpc.messages.peer_messages import PeerWriteReply, PeerWriteRequest
 from nvpool.rpc.v1.wire_pb2 import DATA_PEER_WRITE
 from nvpool.security.volume_keys import VolumeKey
 
@@ -104,7 +104,7 @@ class Write:
 
 
 def peer_write(
-    request: pb.PeerWriteRequest, payload: memoryview, key: VolumeKey | None = None
+    request: PeerWriteRequest, payload: memoryview, key: VolumeKey | None = None
 ) -> tuple[Offer, Write]:
     """Decode a peer write; `key` is the volume key for its wrapped key.
 
@@ -141,7 +141,7 @@ def peer_write(
     )
 
 
-OnDone = Callable[[pb.PeerWriteReply | None, BaseException | None], None]
+OnDone = Callable[[PeerWriteReply | None, BaseException | None], None]
 
 
 class PeerDialer(Protocol):
@@ -156,7 +156,7 @@ class PendingForward:
     __slots__ = ("way", "request", "payload", "on_done", "connection", "number", "ended")
 
     def __init__(
-        self, way: _SuccessorConnection, request: pb.PeerWriteRequest, payload: Buffer, on_done: OnDone
+        self, way: _SuccessorConnection, request: PeerWriteRequest, payload: Buffer, on_done: OnDone
     ) -> None:
         self.way = way
         self.request = request
@@ -197,7 +197,7 @@ class ReplicaPeers:
         self._map = pool_map
 
     def write(
-        self, to: int, hop: int, request: pb.PeerWriteRequest, payload: Buffer, on_done: OnDone
+        self, to: int, hop: int, request: PeerWriteRequest, payload: Buffer, on_done: OnDone
     ) -> PendingForward:
         """Send a peer write when it is its turn.
 
@@ -337,7 +337,7 @@ class ReplicaPeers:
     def _answered(self, sending: PendingForward, reply, error: BaseException | None) -> None:
         if error is None:
             try:
-                answer = pb.PeerWriteReply.FromString(bytes(reply.message))
+                answer = PeerWriteReply.FromString(bytes(reply.message))
             except DecodeError:
                 answer, error = None, CorruptFrame("a store's answer to a peer write is none")
             self._ended(sending, answer, error)
@@ -345,7 +345,7 @@ class ReplicaPeers:
             self._ended(sending, None, error)
 
     def _ended(
-        self, sending: PendingForward, answer: pb.PeerWriteReply | None, error: BaseException | None
+        self, sending: PendingForward, answer: PeerWriteReply | None, error: BaseException | None
     ) -> None:
         if sending.ended:
             return

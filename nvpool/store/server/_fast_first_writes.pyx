@@ -30,6 +30,8 @@ from nvpool.store.disk.index_records cimport IndexSegment, encode_small, segment
 from nvpool.store.replication.chain_writes import COMMITTED, LED_BYTES_MAX
 from nvpool.store.replication.peer_connections import CALL_S, Write
 from nvpool.store.disk.unknown_inodes cimport UnknownInodes
+from nvpool.core.primitives cimport ByteReader
+from nvpool.rpc.messages.peer_messages cimport PeerWriteReply, PeerWriteRequest
 from nvpool.rpc.transports._frame cimport ReplyTaker
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REPLY, REQUEST, is_head, put_head
 from nvpool.rpc.reply_receivers cimport ReplyBurst, register
@@ -38,7 +40,6 @@ from nvpool.rpc.transports.stream import GATHER_IN_FLIGHT, StreamConnection
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
 from nvpool.rpc.error_codec import encode_error
 from nvpool.rpc.messages.read_write_codec import decoded
-from nvpool.rpc.v1.data_pb2 import PeerWriteReply
 from nvpool.rpc.v1.wire_pb2 import DATA_PEER_WRITE, DATA_WRITE
 
 cdef extern from "_chunk_hash.h":
@@ -48,12 +49,6 @@ cdef extern from "_clock.h":
     int slot_of(double took_s) nogil
     double boottime_s() nogil
     long long wall_ns() nogil
-
-cdef extern from "_fields.h":
-    uint8_t *put_varint(uint8_t *at, uint64_t value) nogil
-    uint8_t *put_number(uint8_t *at, uint8_t tag, uint64_t value) nogil
-    uint8_t *put_fixed(uint8_t *at, uint8_t tag, uint64_t value) nogil
-    const uint8_t *take_varint(const uint8_t *at, const uint8_t *end, uint64_t *value) nogil
 
 cdef extern from "_crc.h":
     void crc_begin(int by_table)
@@ -107,39 +102,6 @@ cdef struct Request:
 # -- offers to the next member of a chain ----------------------------------------------------------------------------
 
 
-cdef uint8_t *put_offer(uint8_t *at, Request *r, uint64_t successor, const uint8_t *authority, uint64_t sender, uint64_t link,
-                        uint64_t chain_epoch) noexcept nogil:
-    """Encode a PeerWriteRequest to all members of the chain, for a chunk that does not exist; return its end."""
-    at = put_number(at, 0x10, successor)
-    at[0], at[1] = 0x1A, GRANT_BYTES
-    memcpy(at + 2, authority, GRANT_BYTES)
-    at = put_fixed(put_number(at + 2 + GRANT_BYTES, 0x20, sender), 0x29, link)
-    at = put_fixed(put_number(at, 0x30, r.table), 0x39, chain_epoch)
-    at = put_fixed(put_fixed(at, 0x41, r.version), 0x51, r.inode)
-    at = put_number(put_number(put_number(at, 0x58, r.index), 0x60, r.offset), 0x68, r.cut)
-    at = put_number(put_fixed(at, 0x71, r.session), 0x78, r.slot)
-    if r.sequence:
-        at[0], at[1] = 0x80, 1
-        at = put_varint(at + 2, r.sequence)
-    at[0], at[1], at[2] = 0x8A, 1, 4
-    put32(at + 3, r.sent_checksum)
-    return at + 7
-
-
-cdef const uint8_t *take_fixed(const uint8_t *at, const uint8_t *end, uint8_t tag, uint64_t *value) noexcept nogil:
-    """Read a field of 8 bytes; NULL if it is not at `at`, or if `at` is NULL."""
-    if at is NULL or end - at < 9 or at[0] != tag:
-        return NULL
-    value[0] = get64(at + 1)
-    return at + 9
-
-
-cdef const uint8_t *take_number(const uint8_t *at, const uint8_t *end, uint8_t tag, uint64_t *value) noexcept nogil:
-    """Read a number, which is 0 and no byte long if it is not at `at`; NULL if it is malformed, or if `at` is NULL."""
-    value[0] = 0
-    return at if at is NULL or at >= end or at[0] != tag else take_varint(at + 1, end, value)
-
-
 cdef bint is_committed(const uint8_t *message, Py_ssize_t count) noexcept nogil:
     """Whether a PeerWriteReply says that the successor and all members after it have committed the write."""
     return count == PEER_REPLY_BYTES and message[0] == 0x09 and message[9] == 0x19
@@ -158,6 +120,7 @@ cdef class FastFirstWrites:
     cdef uint8_t _target
     cdef int _fd
     cdef bint _is_system
+    cdef ByteReader _source
     cdef uint8_t[BLOCK] _block
 
     def __init__(self, target, grants, secret, store, replica, serving_lease, map_state, callers, clock):
@@ -170,7 +133,7 @@ cdef class FastFirstWrites:
         self._signing = blake2b(key=secret, digest_size=MAC_BYTES)
         self._unknown = store.index.unknown
         self._chain_writes, self._peers, self._waits = replica.writes, replica.peers, {}
-        self.replies = GatheredReplies()
+        self.replies, self._source = GatheredReplies(), ByteReader()
 
     @property
     def waiting(self):
@@ -319,39 +282,26 @@ cdef class FastFirstWrites:
         The frame must be complete. Fills in `r`.
         """
         cdef const uint8_t *message = at + HEADER_BYTES
-        cdef const uint8_t *end
-        cdef const uint8_t *authority
-        cdef uint64_t target, sender, table, index, offset, slot
+        cdef PeerWriteRequest offer = PeerWriteRequest.__new__(PeerWriteRequest)
         cdef PyObject *found
         r.message_bytes, r.length, r.number, r.deadline_ms = get32(at + 16), get32(at + 20), get32(at + 8), get32(at + 12)
         if (side is None or self._chain_writes is None or not r.deadline_ms or r.message_bytes > PEER_MESSAGE_MAX
                 or not 0 < r.length <= BLOCK or count < HEADER_BYTES + <Py_ssize_t>r.message_bytes + <Py_ssize_t>r.length
                 or not is_head(at, REQUEST) or crc_of(message, r.message_bytes) != get32(at + 24)):
             return False
-        end = message + r.message_bytes
-        # The fields of put_offer, in their order.
-        at = take_number(message, end, 0x10, &target)
-        if at is NULL or target != self._target or end - at < 2 + GRANT_BYTES or at[0] != 0x1A or at[1] != GRANT_BYTES:
+        offer.clear()
+        self._source.open(PyBytes_FromStringAndSize(<const char *>message, r.message_bytes))
+        if (not offer.decode_from(self._source) or offer.target != self._target or offer.map_epoch or offer.base or offer.last
+                or offer.wrapped_key or not offer.sender or not 0 < offer.table <= table_max or not offer.session
+                or offer.offset + <uint64_t>r.length > BLOCK or not 0 < offer.slot < 128 or not offer.version
+                or PyBytes_GET_SIZE(offer.checksums) != 4):
             return False
-        authority = at + 2
-        at = take_fixed(take_number(authority + GRANT_BYTES, end, 0x20, &sender), end, 0x29, &r.link)
-        at = take_fixed(take_number(at, end, 0x30, &table), end, 0x39, &r.chain_epoch)
-        at = take_fixed(take_fixed(at, end, 0x41, &r.version), end, 0x51, &r.inode)
-        at = take_number(take_number(at, end, 0x58, &index), end, 0x60, &offset)
-        at = take_number(take_fixed(take_number(at, end, 0x68, &r.cut), end, 0x71, &r.session), end, 0x78, &slot)
-        if at is NULL:
-            return False
-        r.sequence = 0
-        if end - at > 2 and at[0] == 0x80 and at[1] == 1:
-            at = take_varint(at + 2, end, &r.sequence)
-        if at is NULL or end - at != 7 or at[0] != 0x8A or at[1] != 1 or at[2] != 4:
-            return False
-        if (not sender or sender >> 32 or not 0 < table <= table_max or index >> 32 or offset + r.length > BLOCK or not r.session
-                or not 0 < slot < 128 or not r.version or offset > BLOCK):
-            return False
-        r.sender, r.table, r.index, r.offset, r.slot = <uint32_t>sender, <uint32_t>table, <uint32_t>index, <uint32_t>offset, <uint32_t>slot
-        r.checksum, r.payload = get32(at + 3), end
-        found = PyDict_GetItem(self._grants, PyBytes_FromStringAndSize(<const char *>authority, GRANT_BYTES))
+        r.sender, r.link, r.table, r.chain_epoch = offer.sender, offer.link, offer.table, offer.chain_epoch
+        r.version, r.inode, r.index, r.offset, r.cut = offer.version, offer.inode, offer.index, offer.offset, offer.cut
+        r.session, r.slot, r.sequence = offer.session, offer.slot, offer.sequence
+        r.checksum = get32(<const uint8_t *>PyBytes_AS_STRING(offer.checksums))
+        r.payload = message + r.message_bytes
+        found = PyDict_GetItem(self._grants, offer.authority)
         if found is NULL:
             return False
         grant = <object>found
@@ -441,18 +391,25 @@ cdef class FastFirstWrites:
     cdef int _offer(self, Request *r, const uint8_t *frame, Py_ssize_t length, tuple name, place_in_chain, tuple way, uint64_t place,
                     dict in_work, side, double since_s, bint is_followed) except -1:
         """Send the offer of a write whose bytes are on the drive, and hold its block."""
-        cdef uint8_t message[PEER_MESSAGE_MAX]
+        cdef PeerWriteRequest q = PeerWriteRequest.__new__(PeerWriteRequest)
+        cdef bytes message, offer
         cdef uint8_t *to
         cdef Py_ssize_t message_bytes
+        cdef uint8_t[4] sums
         cdef OfferedWrite one = OfferedWrite.__new__(OfferedWrite)
         cdef double now_s = self.now_s()
         cdef dict in_flight
-        cdef bytes offer
         connection = way[1]
         in_flight = connection.in_flight
-        to = put_offer(message, r, (<tuple>place_in_chain.members)[<Py_ssize_t>place_in_chain.number + 1],
-                       <const uint8_t *>PyBytes_AS_STRING(<bytes>way[3]), self._target, way[2], place_in_chain.epoch)
-        message_bytes = to - <uint8_t *>message
+        q.clear()
+        q.target, q.authority, q.sender = (<tuple>place_in_chain.members)[<Py_ssize_t>place_in_chain.number + 1], way[3], self._target
+        q.link, q.table, q.chain_epoch, q.version = way[2], r.table, place_in_chain.epoch, r.version
+        q.inode, q.index, q.offset, q.cut = r.inode, r.index, r.offset, r.cut
+        q.session, q.slot, q.sequence = r.session, r.slot, r.sequence
+        put32(sums, r.sent_checksum)
+        q.checksums = PyBytes_FromStringAndSize(<const char *>sums, 4)
+        message = q.SerializeToString()
+        message_bytes = PyBytes_GET_SIZE(message)
         one.writes, one.side, one.way, one.connection, one.name = self, side, way[0], connection, name
         one.request, one.since_s, one.place = r[0], since_s, place
         one.request.payload = NULL
@@ -461,14 +418,12 @@ cdef class FastFirstWrites:
         offer = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + message_bytes + r.length)
         to = <uint8_t *>PyBytes_AS_STRING(offer)
         put_head(to, REQUEST, method_of_peer_writes, one.request_number, <uint32_t>(offer_s * 1000), <uint32_t>message_bytes,
-                 r.length, crc_of(message, message_bytes))
-        memcpy(to + HEADER_BYTES, message, message_bytes)
+                 r.length, crc_of(<const uint8_t *>PyBytes_AS_STRING(message), message_bytes))
+        memcpy(to + HEADER_BYTES, PyBytes_AS_STRING(message), message_bytes)
         memcpy(to + HEADER_BYTES + message_bytes, r.payload, r.length)
         one.payload = memoryview(offer)[HEADER_BYTES + message_bytes:]
         self._allocator.hold_block(place)
-        cdef uint8_t[4] sums
-        put32(sums, r.sent_checksum)
-        write = Write(r.table, r.inode, r.index, r.offset, one.payload, PyBytes_FromStringAndSize(<const char *>sums, 4), r.cut,
+        write = Write(r.table, r.inode, r.index, r.offset, one.payload, q.checksums, r.cut,
                       RequestId(r.session, r.slot, r.sequence))
         one.pending = self._chain_writes.add(write, r.version, place_in_chain, one)
         in_work[r.number] = one

@@ -46,6 +46,7 @@ from nvpool.poolmap.model import PoolMap
 from nvpool.rpc.access_control import Callers
 from nvpool.rpc.api import Call
 from nvpool.rpc.fd_passing import Handover
+from nvpool.rpc.messages.peer_messages import PeerWriteReply, PeerWriteRequest
 from nvpool.rpc.messages.read_write_codec import (
     LOCATE_BYTES_MAX,
     LOCATE_ENTRIES_MAX,
@@ -362,7 +363,7 @@ class StoreService:
         try:
             request = kind.FromString(message if isinstance(message, bytes) else bytes(message))
         except DecodeError:
-            raise InvalidRequest(f"not a {kind.DESCRIPTOR.name}") from None
+            raise InvalidRequest(f"not a {kind.__name__}") from None
         self._check_target(request.target)
         return request
 
@@ -726,7 +727,7 @@ class StoreService:
         call.reply(encode_write_reply(self.map_state.epoch, work.results))
 
     def _peer_write(self, call: Call) -> None:
-        request = self._parse(pb.PeerWriteRequest, call)
+        request = self._parse(PeerWriteRequest, call)
         self._authority(request.authority)
         try:
             offer, write = peer_write(request, call.payload, self.volume_key(request.wrapped_key))
@@ -747,12 +748,12 @@ class StoreService:
             self._answer_peer(call, error)
 
     def _peer_committed(self, call: Call, version: int) -> None:
-        call.reply(pb.PeerWriteReply(map_epoch=self.map_state.epoch, version=version).SerializeToString())
+        call.reply(PeerWriteReply(map_epoch=self.map_state.epoch, version=version).SerializeToString())
 
     def _answer_peer(self, call: Call, error: BaseException) -> None:
         if isinstance(error, StaleVersion):
             call.reply(
-                pb.PeerWriteReply(
+                PeerWriteReply(
                     map_epoch=self.map_state.epoch, status=error.wire_code, version=error.version
                 ).SerializeToString()
             )

@@ -1,4 +1,4 @@
-"""Typed messages of the metadata service: same bytes and same values as protobuf."""
+"""Typed messages of the metadata service and of chain members: same bytes and same values as protobuf."""
 
 import subprocess
 import sys
@@ -10,8 +10,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvpool.rpc.messages import meta_messages
-from nvpool.rpc.v1 import meta_pb2
+from nvpool.rpc.messages import meta_messages, peer_messages
+from nvpool.rpc.v1 import data_pb2, meta_pb2
 
 NAMES = [
     "Change",
@@ -26,6 +26,7 @@ NAMES = [
     "ReportRequest",
     "AttrReply",
 ]
+PEER_NAMES = ["PeerWriteRequest", "PeerWriteReply"]
 VALUES = {
     Field.TYPE_UINT32: st.one_of(st.just(0), st.integers(0, 300), st.integers(0, (1 << 32) - 1)),
     Field.TYPE_UINT64: st.one_of(st.just(0), st.integers(0, 300), st.integers(0, (1 << 64) - 1)),
@@ -37,7 +38,8 @@ VALUES = {
 
 
 def messages_of(name: str) -> st.SearchStrategy:
-    fields = meta_pb2.DESCRIPTOR.message_types_by_name[name].fields
+    proto = data_pb2 if name in PEER_NAMES else meta_pb2
+    fields = proto.DESCRIPTOR.message_types_by_name[name].fields
     parts = {
         field.name: st.one_of(st.none(), messages_of(field.message_type.name))
         if field.type == Field.TYPE_MESSAGE
@@ -45,16 +47,18 @@ def messages_of(name: str) -> st.SearchStrategy:
         for field in fields
         if field.type != Field.TYPE_MESSAGE or field.message_type.name in NAMES
     }
-    return st.builds(getattr(meta_pb2, name), **parts)
+    return st.builds(getattr(proto, name), **parts)
 
 
 def class_of(message) -> type:
     """Typed class of a protobuf message."""
     name = type(message).__name__
+    if name in PEER_NAMES:
+        return getattr(peer_messages, name)
     return meta_messages.InodeEntry if name == "Entry" else getattr(meta_messages, name)
 
 
-any_message = st.sampled_from(NAMES).flatmap(messages_of)
+any_message = st.sampled_from([*NAMES, *PEER_NAMES]).flatmap(messages_of)
 
 
 def values_of(message, expected):
