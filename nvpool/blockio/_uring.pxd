@@ -3,6 +3,8 @@
 
 from libc.stdint cimport uint64_t
 
+from nvpool.core.primitives cimport PayloadFrame
+
 cdef extern from "liburing.h" nogil:
     cdef struct io_uring:
         int ring_fd
@@ -16,3 +18,5 @@ cdef class Ring:
     cdef int put(self, int fd, void *into, unsigned length, uint64_t offset, uint64_t token) except -1
     cdef int send(self) except -1
     cdef bint take(self, uint64_t *token, int *result)
+    cdef int begin(self, int fd, PayloadFrame frame, uint64_t offset, one) except -1
+    cdef list ended(self, Py_ssize_t limit)

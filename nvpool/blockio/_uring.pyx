@@ -1,6 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""io_uring for reads, and a loop of preadv2 for cached data; only uring_reader.py and reader.py use this module."""
+"""io_uring for reads, and a loop of preadv2 for cached data, for uring_reader.py, reader.py and store/server/reads.py."""
 
+from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.errno cimport EAGAIN, EBUSY, EINTR, ENOMEM
 from libc.stdint cimport uint64_t, int64_t
 from libc.stdlib cimport free, malloc
@@ -119,6 +120,23 @@ cdef class Ring:
         token[0], result[0] = cqe.user_data, cqe.res
         io_uring_cqe_seen(&self.ring, cqe)
         return True
+
+    cdef int begin(self, int fd, PayloadFrame frame, uint64_t offset, one) except -1:
+        """Queue a read of the frame's payload. `one`, which refers to the frame, lives until `ended` returns it."""
+        self.put(fd, frame.payload_at, <unsigned>frame.payload_bytes, offset, <uint64_t><void *>one)
+        Py_INCREF(one)
+        return 0
+
+    cdef list ended(self, Py_ssize_t limit):
+        """Return up to `limit` completed reads of `begin` as (one, result); a ring has these or those of `put`."""
+        cdef uint64_t token
+        cdef int result
+        cdef list found = []
+        while len(found) < limit and self.take(&token, &result):
+            one = <object><void *>token
+            found.append((one, result))
+            Py_DECREF(one)
+        return found
 
     def prepare_read(self, int fd, uint64_t offset, unsigned length, unsigned char[::1] into, size_t position, uint64_t token):
         if position + length > <size_t>into.shape[0]:

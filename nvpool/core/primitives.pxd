@@ -12,6 +12,7 @@ cdef class ByteWriter:
     cdef int begin(self) except -1
     cdef Py_ssize_t size(self) noexcept
     cdef bytes take(self)
+    cdef int copy_to(self, uint8_t *memory) noexcept
     cdef int u8(self, uint64_t value) except -1
     cdef int u16(self, uint64_t value) except -1
     cdef int u32(self, uint64_t value) except -1
@@ -48,7 +49,7 @@ cdef class ByteReader:
     cdef uint64_t u32(self) noexcept
     cdef uint64_t u64(self) noexcept
     cdef int64_t i64(self) noexcept
-    cdef bytes raw(self, uint64_t count)
+    cdef bytes raw(self, Py_ssize_t count)
     cdef bytes rest(self)
     cdef uint64_t field(self) noexcept
     cdef int64_t signed(self) noexcept
@@ -70,6 +71,18 @@ cdef class RecordMemory:
     cdef int put_u32(self, Py_ssize_t place, uint32_t value) except -1
     cdef int put_u64(self, Py_ssize_t place, uint64_t value) except -1
     cdef int put_mark(self, Py_ssize_t place, uint64_t value) except -1
+
+
+cdef class PayloadFrame:
+    cdef object _memory
+    cdef uint8_t *_room
+    cdef uint8_t *_frame
+    cdef uint8_t *payload_at
+    cdef readonly Py_ssize_t size, payload_bytes
+    cdef int begin(self, uint32_t number, ByteWriter message, Py_ssize_t payload_bytes) except -1
+    cdef bint fill(self, int fd, uint64_t offset) noexcept
+    cdef object payload(self)
+    cdef object take(self)
 
 
 cpdef uint32_t crc32c_of(bytes some, Py_ssize_t first, Py_ssize_t end=*) noexcept

@@ -7,6 +7,7 @@ modules (a `.py` beside a `.pxd`) use nothing else that needs pointers, so each 
 
 from __future__ import annotations
 
+import os
 import struct
 import sys
 from typing import Any
@@ -190,7 +191,7 @@ class ByteReader:
     def raw(self, count: int) -> bytes:
         """Read `count` bytes."""
         at = self._at
-        if self._end - at < count:
+        if not 0 <= count <= self._end - at:
             self.failed = True
             return b""
         self._at = at + count
@@ -330,6 +331,36 @@ class RecordMemory:
         self._put(_MARK, place, value)
 
 
+class PayloadFrame:
+    """Frame of a reply whose payload is read into it; nothing is copied to send it.
+
+    Make it by `__new__`, then `begin`. The memory of a large payload begins at a page.
+    """
+
+    __slots__ = ("size", "_frame", "payload_bytes")
+
+    def begin(self, number: int, message: ByteWriter, payload_bytes: int) -> None:
+        """Write the head and the message. Called once."""
+        said = message.take()
+        self._frame = bytearray(_reply_head(number, 0, said, payload_bytes) + said + bytes(payload_bytes))
+        self.size, self.payload_bytes = len(self._frame), payload_bytes
+
+    def fill(self, fd: int, offset: int) -> bool:
+        """Read the payload from a file if all of it is in the page cache; return whether it was."""
+        try:
+            return os.preadv(fd, [self.payload()], offset, os.RWF_NOWAIT) == self.payload_bytes
+        except OSError:  # EAGAIN; a read that waits meets any other error again
+            return False
+
+    def payload(self) -> memoryview:
+        """Memory of the payload, to be written before the frame is sent."""
+        return memoryview(self._frame)[self.size - self.payload_bytes :]
+
+    def take(self) -> bytes | bytearray | memoryview:
+        """Bytes of the frame."""
+        return self._frame
+
+
 def crc32c_of(some: bytes, first: int, end: int = sys.maxsize) -> int:
     """CRC32C of some[first:end]."""
     return crc32c(some[first:end])
@@ -337,6 +368,10 @@ def crc32c_of(some: bytes, first: int, end: int = sys.maxsize) -> int:
 
 def reply_frame(number: int, status: int, message: bytes) -> bytes:
     """Frame of a reply without a payload (rpc/transports/frame)."""
+    return _reply_head(number, status, message, 0) + message
+
+
+def _reply_head(number: int, status: int, message: bytes, payload_bytes: int) -> bytes:
     head = b"".join(
         (
             (_MAGIC | _REPLY << 16).to_bytes(4, "little"),
@@ -344,11 +379,11 @@ def reply_frame(number: int, status: int, message: bytes) -> bytes:
             number.to_bytes(4, "little"),
             bytes(4),
             len(message).to_bytes(4, "little"),
-            bytes(4),
+            payload_bytes.to_bytes(4, "little"),
             crc32c(message).to_bytes(4, "little"),
         )
     )
-    return b"".join((head, crc32c(head).to_bytes(4, "little"), message))
+    return head + crc32c(head).to_bytes(4, "little")
 
 
 def boottime_s() -> float:

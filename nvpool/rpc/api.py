@@ -88,7 +88,7 @@ The handler must not block: it answers immediately, or it keeps the call and han
 owns. An exception that the handler raises is answered as `fail` would answer it.
 
 The handler may have an attribute `fast_path(buffer, end, in_work, reply_stats, out, side)`: a listener of the
-stream transports lets it answer frames that arrived complete, without a Call; store/server/fast_reads
+stream transports lets it answer frames that arrived complete, without a Call; store/server/reads
 states its contract. The other transports ignore the attribute."""
 
 

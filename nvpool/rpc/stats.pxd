@@ -17,3 +17,5 @@ cdef class ReplyStats:
     cdef public int64_t begun, ended, given_up
     @cython.locals(found=_Answered)
     cpdef served(self, method, double seconds)
+    @cython.locals(found=_Answered)
+    cpdef answered(self, method, double seconds, status, int64_t bytes_in, int64_t bytes_out)

@@ -62,7 +62,7 @@ class ReplyStats:
                 return
             found = self.by_method[method] = _Answered()
         times = found.times
-        times.counts[int(seconds * 1e6).bit_length() if seconds > 0 else 0] += 1
+        times.counts[primitives.duration_slot(seconds)] += 1
         times.sum_s += seconds
         found.bytes_in += bytes_in
         found.bytes_out += bytes_out

@@ -29,19 +29,20 @@ write. Any other reply, an error, a timeout or a changed chain passes the pendin
 and replies that arise together are sent together.
 
 There is no Python implementation: without a compiler, all requests take the slow path. `store/server/service`
-creates this path; the fast reads (`_fast_reads`), to which a listener passes its frames, call it.
+creates this path; the reads of the target (`reads`), to which a listener passes its frames, call it.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from nvpool.core.compiled_loader import load_compiled
 from nvpool.core.grants import Grant
 from nvpool.kv.engine import LmdbKv
 from nvpool.rpc.access_control import Callers
-from nvpool.store.server import fast_reads
+from nvpool.store.disk.device import FileDevice
 from nvpool.store.server.map_state import MapState
+from nvpool.store.server.reads import Reads
 from nvpool.store.server.serving_lease import ServingLease
 from nvpool.store.server.write_batch import WriteService
 
@@ -56,8 +57,8 @@ class FirstWriteService(WriteService, Protocol):
         """Number of the target."""
 
     @property
-    def fast_path(self) -> Any | None:
-        """Fast reads of the target (fast_reads); None if every request takes the slow path."""
+    def fast_path(self) -> Reads | None:
+        """Reads of the target from frame to frame; None if every request takes the slow path."""
 
     @property
     def known_grants(self) -> dict[bytes, Grant]:
@@ -77,12 +78,12 @@ class FirstWriteService(WriteService, Protocol):
 
 
 def answer_new_writes(service: FirstWriteService, secret: bytes) -> None:
-    """Add this fast path to the service's fast reads.
+    """Add this fast path to the service's reads.
 
-    Does nothing unless both are compiled and the store is on a drive.
+    Does nothing unless it is compiled and the store is on a file or a drive.
     """
     reads, store = service.fast_path, service.store
-    if _fast_first_writes is None or not fast_reads.IS_COMPILED or type(reads) is not fast_reads.Reads:
+    if _fast_first_writes is None or reads is None or type(store.device) is not FileDevice:
         return
     if type(store.kv) is LmdbKv:
         reads.writes = _fast_first_writes.FastFirstWrites(

@@ -74,10 +74,9 @@ from nvpool.store.replication.role import Replica
 from nvpool.store.replication.transfer_server import TransferServer
 from nvpool.store.server.admin_handlers import StoreAdminHandlers
 from nvpool.store.server.fast_first_writes import answer_new_writes
-from nvpool.store.server.fast_reads import close as close_fast_reads
-from nvpool.store.server.fast_reads import open_fast_reads
 from nvpool.store.server.io_stats import IoStats
 from nvpool.store.server.map_state import MapState
+from nvpool.store.server.reads import close_reads, open_reads
 from nvpool.store.server.request_limits import check_entries, check_grants, check_read_bytes
 from nvpool.store.server.serving_lease import ServingLease
 from nvpool.store.server.single_write import SingleWrites
@@ -199,10 +198,10 @@ class StoreService:
             later=self._later,
             epoch=lambda: self.map_state.epoch,
         )
-        self.fast_path = open_fast_reads(
+        self.fast_path = open_reads(
             target, self.known_grants, store, self.replica.pending, self.serving_lease, self.use, clock
         )
-        """Fast path that a listener tries first; None if every request takes the slow path."""
+        """Reads from frame to frame, which a listener tries first; None if `handle` gets every request."""
         answer_new_writes(self, grant_secret)
         self._new_writes = getattr(self.fast_path, "writes", None)
         self.single_writes = SingleWrites(
@@ -299,7 +298,7 @@ class StoreService:
         """
         self._draining = True
         if self.fast_path is not None:
-            await close_fast_reads(self.fast_path, drain_s)
+            await close_reads(self.fast_path, drain_s)
         if self.handover is not None:
             self.handover.close()
         waiting: set[asyncio.Future] = set(self._tasks)

@@ -4,7 +4,7 @@ The store verifies the signature of a grant once; later requests check only its 
 revokes rights (poolmap/grant_revocation), the cache is cleared, so the next request with a grant verifies it
 again.
 
-The user is `store/server/service`. The compiled fast paths (store/server/fast_reads,
+The user is `store/server/service`. The reads and the compiled writes (store/server/reads,
 store/server/fast_first_writes) and store/server/io_stats share `known` and look a grant up by its bytes.
 """
 

@@ -30,7 +30,7 @@ from nvpool.store.disk.allocator import GROUP_BLOCKS, Transaction
 from nvpool.store.disk.index_records import segment_key
 from nvpool.store.server import fast_first_writes
 from nvpool.store.server.service import WRITE, StoreService
-from tests.unit.store.server.test_fast_reads import SECRET, Ordinary, pool_map
+from tests.unit.store.server.test_reads import SECRET, Ordinary, pool_map
 
 pytestmark = pytest.mark.compiled
 

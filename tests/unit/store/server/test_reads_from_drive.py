@@ -1,5 +1,5 @@
-"""Fast-path reads that need the drive: the reply comes later with the bytes of the slow path, and events in between have
-the effect that they have on the slow path."""
+"""Reads from frame to frame that need the drive: the reply comes later with the bytes of the slow path, and events in between
+have the effect that they have on the slow path."""
 
 import asyncio
 import math
@@ -17,9 +17,8 @@ from nvpool.rpc.transport_registry import transport
 from nvpool.rpc.transports.frame import read_head
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
-from nvpool.store.server import fast_reads
 from tests.unit.client.data.test_short_circuit import evict
-from tests.unit.store.server.test_fast_reads import BLOCKS, HOLE, Ordinary, open_bench, pool_map
+from tests.unit.store.server.test_reads import BLOCKS, HOLE, Ordinary, open_bench, pool_map
 
 pytestmark = pytest.mark.compiled
 
@@ -107,7 +106,7 @@ def with_cold(test):
     def run(tmp_path):
         async def served(place):
             place.mkdir()
-            async with open_bench(fast_reads.Reads, place) as bench:
+            async with open_bench(place) as bench:
                 if bench.service.store.device.read_path != "io_uring":
                     pytest.skip("no io_uring here")
                 await test(Cold(bench))

@@ -1,4 +1,4 @@
-"""Fast path for reads in a store: same bytes and counts as the slow path, or left to the slow path."""
+"""Reads of a store from frame to frame: same bytes and counts as the service, or left to the service."""
 
 import asyncio
 import inspect
@@ -24,20 +24,28 @@ from nvpool.rpc.transport_registry import transport
 from nvpool.rpc.transports.frame import EMPTY, REPLY, REQUEST, pack_head, read_head
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import DATA_READ, DATA_WRITE
-from nvpool.store.chunks.api import create_chunk_store
+from nvpool.store.chunks import block_store
+from nvpool.store.chunks.api import StoreOptions, create_chunk_store
 from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.chunks.read_batch import READ
-from nvpool.store.server import fast_reads
+from nvpool.store.disk.device import FileDevice
+from nvpool.store.server import reads as reads_module
+from nvpool.store.server.io_stats import IoStats
 from nvpool.store.server.service import StoreService
+from nvpool.store.server.serving_lease import ServingLease
 
 SECRET = b"k" * 32
 BLOCKS = 200
 """Written blocks of the chunk: three whole segments and a part of one."""
 HOLE = 150
-IMPLEMENTATIONS = {"plain": fast_reads.PlainReads}
-if fast_reads.compiled is not None:
-    IMPLEMENTATIONS["compiled"] = fast_reads.compiled.FastReads
+
+
+class DeviceAlone(FileDevice):
+    """A device that is read by its methods alone, like a simulated drive."""
+
+
+DEVICES = {"descriptor": FileDevice, "device": DeviceAlone}
 
 
 class Ordinary(ServerConnection):
@@ -59,18 +67,11 @@ class Ordinary(ServerConnection):
 
 
 class Bench:
-    def __init__(self, store, clock, make):
+    def __init__(self, store, clock):
         self.clock = clock
         self.service = StoreService(store, target=1, grant_secret=SECRET, clock=clock)
-        self.service.fast_path = self.reads = make(
-            1,
-            self.service.known_grants,
-            store,
-            self.service.replica.pending,
-            self.service.serving_lease,
-            self.service.use,
-            clock,
-        )
+        self.reads = self.service.fast_path
+        self.reads.writes = None
         self.service.update_map(pool_map(5))
         self.counters = ReplyStats()
         self.grant = self.signed()
@@ -136,12 +137,14 @@ def pool_map(epoch):
 
 
 @asynccontextmanager
-async def open_bench(make, path):
+async def open_bench(path, device=FileDevice):
     """A store in a directory with a chunk of some segments with a hole, all in the page cache."""
     create_chunk_store(path / "t", 1, "pool", 64 << 20)
     clock = ManualClock()
-    store = await open_chunk_store(path / "t", 1, clock=clock)
-    one = Bench(store, clock, make)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_store, "FileDevice", device)
+        store = await open_chunk_store(path / "t", 1, clock=clock)
+    one = Bench(store, clock)
     draw = random.Random(1)
     for first, count in ((0, HOLE), (HOLE + 1, BLOCKS - HOLE - 1)):
         data = draw.randbytes(count << 12)
@@ -159,12 +162,12 @@ async def open_bench(make, path):
 
 
 def with_bench(test):
-    """Run it with the compiled module and with the Python implementation."""
+    """Run it with a file descriptor and with the methods of the device alone."""
 
-    @pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-    def run(make, tmp_path, **more):
+    @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+    def run(device, tmp_path, **more):
         async def served():
-            async with open_bench(make, tmp_path) as bench:
+            async with open_bench(tmp_path, device) as bench:
                 await test(bench, **more)
 
         asyncio.run(served())
@@ -173,7 +176,7 @@ def with_bench(test):
     run.__signature__ = inspect.Signature(
         [
             inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-            for name in ("make", "tmp_path", *more)
+            for name in ("device", "tmp_path", *more)
         ]
     )
     run.__name__, run.__doc__ = test.__name__, test.__doc__
@@ -189,6 +192,31 @@ async def test_cached_whole_blocks_get_the_bytes_of_the_slow_path(
     for block, count in ((0, 2), (5, 7), (56, 8), (64, 8)):
         assert bench.same(bench.frame(block, count)), (block, count)
     assert bench.same(bench.frame(3, number=2**32 - 1, deadline_ms=2**32 - 1, flags=1))
+
+
+@with_bench
+async def test_large_read_needs_a_connection_that_replies_later(bench):
+    side = bench.ordinary
+    for first, count, answers in (
+        (0, 9, True),
+        (16, 32, True),
+        (64, 32, True),
+        (0, 33, False),
+        (40, 32, False),
+    ):
+        frame, out = bench.frame(first, count), []
+        assert bench.fast_reply(frame) == (0, [])
+        taken = bench.reads.answer(bytearray(frame), len(frame), {}, bench.counters, out, side)
+        assert taken == (len(frame) if answers else 0), (first, count)
+        assert list(map(bytes, out)) == ([bench.ordinary.ask(frame)] if answers else [])
+    assert not side.in_work and not bench.reads.waiting
+
+
+@with_bench
+async def test_frames_beyond_the_received_bytes_are_refused(bench):
+    frame = bytearray(bench.frame())
+    with pytest.raises(ValueError):
+        bench.reads.answer(frame, len(frame) + 1, {}, bench.counters, [])
 
 
 @with_bench
@@ -221,7 +249,7 @@ async def test_reply_is_the_golden_frame(bench):
         + crc32c(message).to_bytes(4, "little")
     )
     assert reply == head + crc32c(head).to_bytes(4, "little") + message + block
-    assert taken == fast_reads.FRAME_BYTES == len(bench.frame(1))
+    assert taken == reads_module.FRAME_BYTES == len(bench.frame(1))
 
 
 @with_bench
@@ -483,14 +511,20 @@ async def test_listener_uses_the_fast_path_first(bench):
     await listener.close()
 
 
-def test_fast_path_needs_a_store_on_a_file(tmp_path):
-    asyncio.run(only_a_store_on_a_file(tmp_path))
+def test_reads_need_a_store_with_a_page_cache(tmp_path):
+    async def main():
+        create_chunk_store(tmp_path / "t", 1, "pool", 64 << 20)
 
+        async def opened(target=1, **options):
+            store = await open_chunk_store(tmp_path / "t", 1, StoreOptions(**options))
+            found = reads_module.open_reads(target, {}, store, {}, lease, use, SYSTEM_CLOCK)
+            await store.close()
+            return found
 
-async def only_a_store_on_a_file(tmp_path):
-    assert fast_reads.open_fast_reads(1, {}, MemoryChunkStore(1 << 22), {}, None, None, SYSTEM_CLOCK) is None
-    create_chunk_store(tmp_path / "t", 1, "pool", 64 << 20)
-    store = await open_chunk_store(tmp_path / "t", 1)
-    assert type(fast_reads.open_fast_reads(1, {}, store, {}, None, None, SYSTEM_CLOCK)) is fast_reads.Reads
-    assert fast_reads.open_fast_reads(128, {}, store, {}, None, None, SYSTEM_CLOCK) is None
-    await store.close()
+        lease, use = ServingLease(1), IoStats(SYSTEM_CLOCK, {})
+        memory = MemoryChunkStore(1 << 22)
+        assert reads_module.open_reads(1, {}, memory, {}, lease, use, SYSTEM_CLOCK) is None
+        assert type(await opened()) is reads_module.Reads
+        assert await opened(direct=True) is None and await opened(target=128) is None
+
+    asyncio.run(main())
