@@ -57,6 +57,7 @@ cdef class ByteReader:
     cdef Py_ssize_t enter(self) noexcept
     cdef int leave(self, Py_ssize_t mark) noexcept
     cdef Py_ssize_t place(self) noexcept
+    cdef int open_part(self, bytearray buffer, Py_ssize_t begin, Py_ssize_t end) except -1
 
 
 cdef class RequestFrames:
@@ -86,6 +87,7 @@ cdef class PayloadFrame:
 
 
 cpdef uint32_t crc32c_of(bytes some, Py_ssize_t first, Py_ssize_t end=*) noexcept
+cpdef bytes request_frame(uint32_t method, uint32_t number, uint32_t deadline_ms, bytes message)
 cpdef bytes reply_frame(uint32_t number, uint32_t status, bytes message)
 cpdef double boottime_s() noexcept
 cpdef int64_t wall_ns() noexcept

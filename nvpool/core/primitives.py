@@ -265,6 +265,12 @@ class ByteReader:
         """Number of bytes up to the end of the last field."""
         return self._at
 
+    def open_part(self, buffer: bytearray, begin: int, end: int) -> None:
+        """Read buffer[begin:end]. The buffer must not change its size until the last read."""
+        if not 0 <= begin <= end <= len(buffer):
+            raise IndexError("the part lies outside of its buffer")
+        self.open(bytes(buffer[begin:end]))
+
 
 class RequestFrames:
     """Reads the request frames of a receive buffer."""
@@ -342,7 +348,9 @@ class PayloadFrame:
     def begin(self, number: int, message: ByteWriter, payload_bytes: int) -> None:
         """Write the head and the message. Called once."""
         said = message.take()
-        self._frame = bytearray(_reply_head(number, 0, said, payload_bytes) + said + bytes(payload_bytes))
+        self._frame = bytearray(
+            _head(_REPLY, 0, number, 0, said, payload_bytes) + said + bytes(payload_bytes)
+        )
         self.size, self.payload_bytes = len(self._frame), payload_bytes
 
     def fill(self, fd: int, offset: int) -> bool:
@@ -366,18 +374,23 @@ def crc32c_of(some: bytes, first: int, end: int = sys.maxsize) -> int:
     return crc32c(some[first:end])
 
 
+def request_frame(method: int, number: int, deadline_ms: int, message: bytes) -> bytes:
+    """Frame of a request without a payload (rpc/transports/frame)."""
+    return _head(_REQUEST, method, number, deadline_ms, message, 0) + message
+
+
 def reply_frame(number: int, status: int, message: bytes) -> bytes:
     """Frame of a reply without a payload (rpc/transports/frame)."""
-    return _reply_head(number, status, message, 0) + message
+    return _head(_REPLY, status, number, 0, message, 0) + message
 
 
-def _reply_head(number: int, status: int, message: bytes, payload_bytes: int) -> bytes:
+def _head(kind: int, code: int, number: int, deadline_ms: int, message: bytes, payload_bytes: int) -> bytes:
     head = b"".join(
         (
-            (_MAGIC | _REPLY << 16).to_bytes(4, "little"),
-            status.to_bytes(4, "little"),
+            (_MAGIC | kind << 16).to_bytes(4, "little"),
+            code.to_bytes(4, "little"),
             number.to_bytes(4, "little"),
-            bytes(4),
+            deadline_ms.to_bytes(4, "little"),
             len(message).to_bytes(4, "little"),
             payload_bytes.to_bytes(4, "little"),
             crc32c(message).to_bytes(4, "little"),

@@ -333,6 +333,15 @@ cdef class ByteReader:
     cdef Py_ssize_t place(self) noexcept:
         return self._at - self._base
 
+    cdef int open_part(self, bytearray buffer, Py_ssize_t begin, Py_ssize_t end) except -1:
+        if not 0 <= begin <= end <= PyByteArray_GET_SIZE(buffer):
+            raise IndexError("the part lies outside of its buffer")
+        self.open(b"")
+        self._raw = buffer
+        self._base = self._at = <const uint8_t *>PyByteArray_AS_STRING(buffer) + begin
+        self._end = self._base + (end - begin)
+        return 0
+
 
 cdef class RequestFrames:
     cdef bytes take(self, bytearray buffer, Py_ssize_t at, Py_ssize_t end, Py_ssize_t message_max):
@@ -445,13 +454,21 @@ cpdef uint32_t crc32c_of(bytes some, Py_ssize_t first, Py_ssize_t end=PY_SSIZE_T
     return crc_of(<const uint8_t *>PyBytes_AS_STRING(some) + first, end - first)
 
 
-cpdef bytes reply_frame(uint32_t number, uint32_t status, bytes message):
+cdef bytes frame_of(uint8_t kind, uint32_t code, uint32_t number, uint32_t deadline_ms, bytes message):
     cdef Py_ssize_t count = len(message)
     cdef bytes frame = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + count)
     cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(frame)
     memcpy(at + HEADER_BYTES, PyBytes_AS_STRING(message), count)
-    put_head(at, REPLY, <uint16_t>status, number, 0, <uint32_t>count, 0, crc_of(at + HEADER_BYTES, count))
+    put_head(at, kind, <uint16_t>code, number, deadline_ms, <uint32_t>count, 0, crc_of(at + HEADER_BYTES, count))
     return frame
+
+
+cpdef bytes request_frame(uint32_t method, uint32_t number, uint32_t deadline_ms, bytes message):
+    return frame_of(REQUEST, method, number, deadline_ms, message)
+
+
+cpdef bytes reply_frame(uint32_t number, uint32_t status, bytes message):
+    return frame_of(REPLY, status, number, 0, message)
 
 
 cpdef double boottime_s() noexcept:

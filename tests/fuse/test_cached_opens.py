@@ -237,7 +237,7 @@ async def test_malformed_requests_are_refused_on_both_paths(kernel, rng):
     opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh
     mine, handle = await kernel.create_in(1, b"own")
     paths = kernel.engine.fast_paths
-    steps = paths.cached_replies.compiled, paths.creates.compiled, paths.writes.compiled
+    steps = paths.cached_replies.compiled, paths.creates.creates, paths.writes.compiled
     assert None not in (steps if kernel.ops.kept is not None else steps[:1])
 
     async def said(raw):
@@ -265,11 +265,11 @@ async def test_malformed_requests_are_refused_on_both_paths(kernel, rng):
         broken += [(len(raw) + more).to_bytes(4, "little") + raw[4:] for more in (-1, 1, 1 << 20)]
         broken += [raw.replace(name, bytes(len(name))) for name in names]
         for one in broken:
-            paths.cached_replies.compiled, paths.creates.compiled, paths.writes.compiled = steps
+            paths.cached_replies.compiled, paths.creates.creates, paths.writes.compiled = steps
             compiled = await said(one)
-            paths.cached_replies.compiled = paths.creates.compiled = paths.writes.compiled = None
+            paths.cached_replies.compiled = paths.creates.creates = paths.writes.compiled = None
             assert compiled[:2] == (await said(one))[:2] == (777, -errno.EINVAL), (opcode, one)
-        paths.cached_replies.compiled, paths.creates.compiled, paths.writes.compiled = steps
+        paths.cached_replies.compiled, paths.creates.creates, paths.writes.compiled = steps
     assert (await kernel.attributes(inode))[0] == 0
     assert await kernel.request(Op.WRITE, (handle, 0, 4, 0, 0, 0), node=mine, payload=b"abcd")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from itertools import repeat
 
 from nvpool.client.state.client_events import ClientEvents
@@ -32,6 +33,9 @@ XATTR_FLAG, WIDE_FLAG, DIVIDED_FLAG, ACL_FLAG = 1, 4, 32, 128
 NEVER_S = float("-inf")
 NO_END = 1 << 63
 """An end that no file reaches."""
+
+
+_layout_of = lru_cache(maxsize=64)(Layout)
 
 
 class OpenInode:
@@ -82,20 +86,21 @@ class OpenInode:
     )
 
     def __init__(self, attr: Attr) -> None:
+        chunk_bits, volume, cut = attr.chunk_bits, attr.volume, attr.cut
         self.inode = attr.inode
-        self.layout = Layout(attr.table, attr.chunk_bits)
-        self.chunk_bits = attr.chunk_bits
-        self.chunk_mask = (1 << attr.chunk_bits) - 1
+        self.layout = _layout_of(attr.table, chunk_bits)
+        self.chunk_bits = chunk_bits
+        self.chunk_mask = (1 << chunk_bits) - 1
         self.attr = attr
         self.attr_born_s = NEVER_S
-        self.volume = attr.volume
+        self.volume = volume
         # the size up to which the volume's quota is reserved for the file
-        self.paid = attr.size if attr.volume else NO_END
+        self.paid = attr.size if volume else NO_END
         self.encrypted = False  # whether its volume is encrypted, as a grant has said
         self.key: VolumeKey | None = None  # the volume's key, from the first read or write of its bytes on
-        self.cut = attr.cut
+        self.cut = cut
         # the last truncate number that was a truncation; later ones were punched holes
-        self.truncated = attr.cut - attr.punches
+        self.truncated = cut - attr.punches
         self.grant = b""
         self.grant_session = 0
         self.grant_cut = 0
@@ -176,7 +181,7 @@ def _change_of(attr: Attr | bytes) -> int:
 
 
 _WHOLE_DIRECTORIES_MAX = 64
-_RENAMED_MAX = 4096
+RENAMED_MAX = 4096
 
 
 class MetadataCache:
@@ -457,7 +462,7 @@ class MetadataCache:
         self.entries.pop((parent, name), None)
         self.renamed_s.pop(parent, None)
         self.renamed_s[parent] = self._clock.boottime_s()
-        for old in too_old(self.renamed_s, _RENAMED_MAX):
+        for old in too_old(self.renamed_s, RENAMED_MAX):
             self.renamed_floor_s = max(self.renamed_floor_s, self.renamed_s.pop(old))
 
     def put_own_entry(

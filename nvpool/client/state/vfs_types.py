@@ -109,6 +109,9 @@ class ReadAheadState:
         self.far = 0  # first unit that was never fetched in this run
 
 
+_ACCESS, _READS_ONLY, _WRITES_ONLY, _APPEND = os.O_ACCMODE, os.O_RDONLY, os.O_WRONLY, os.O_APPEND
+
+
 class FileHandle:
     """An open file. Belongs to its opener until `release`."""
 
@@ -129,10 +132,11 @@ class FileHandle:
         self.file = file
         self.inode = file.inode
         self.flags = flags
-        mode = flags & os.O_ACCMODE
-        self.readable = mode != os.O_WRONLY
-        self.writable = mode != os.O_RDONLY
-        self.append = bool(flags & os.O_APPEND) and self.writable
+        mode = flags & _ACCESS
+        writable = mode != _READS_ONLY
+        self.readable = mode != _WRITES_ONLY
+        self.writable = writable
+        self.append = writable and flags & _APPEND != 0
         self.ahead = ReadAheadState()
         self.closed = False
         self.number = 0  # by which a successor process knows the handle; 0 without mount state

@@ -1,45 +1,723 @@
-"""Fast path for new files: one compiled step from the request to the shard's frame, and one back.
+"""Fast path for new files: one step from the kernel's request to the shard's frame, and one back.
 
 Files that are created by the thousand are small, and half of the mount's work for such a file is its
-creation: a dozen layers, each with little to do. Here they are one step, if the compiled module was built
-(`_creates`). The reference implementation is the slow path of every request (fuse/dispatch to
-client/vfs/files and client/rpc/change_fast_path). Both keep the same order: the slot is recorded in the mount
-state (shared memory that outlives this process) before the request is sent, the handle before the kernel gets
-the reply, and the kernel gets the reply before the caches here are updated.
+creation: a dozen layers, each with little to do. Here they are one step. The slow path is that of every
+request (fuse/dispatch to client/vfs/files and client/rpc/change_fast_path). Both keep the same order: the slot
+is recorded in the mount state (shared memory that outlives this process) before the request is sent, the
+handle before the kernel gets the reply, and the kernel gets the reply before the caches here are updated.
 
 The fast path covers a session with a free slot at a shard whose primary is connected by frames, over TCP or a
-unix socket. It also needs a reply by which the file is new, in its directory's shard, in no volume
-and not open here. Any other outcome (an error, a file that existed, a file of another shard, a connection
-that ends, a deadline, a caller that dies) is passed to the slow path, as the outcome of a change that was
-started there. Only the slow path handles errors.
+unix socket. It also needs a reply by which the file is new, in its directory's shard, and not open here. Any
+other outcome (an error, a file that existed, a file of another shard, a connection that ends, a deadline, a
+caller that dies) is passed to the slow path, as the outcome of a change that was started there. Only the slow
+path handles errors.
 
 CreateFastPath is the part of fuse/kernel/connection that uses this, on its loop (see fuse/fast_path/paths).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from nvpool.client.rpc.change_fast_path import SentChange
-from nvpool.client.state.vfs_types import Caller
+from nvpool.client.state import metadata_cache
+from nvpool.client.state.leases import NEVER_S, WATCH_SHARE, InodeLease
+from nvpool.client.state.metadata_cache import OpenInode
+from nvpool.client.state.vfs_types import Caller, FileHandle
 from nvpool.client.vfs.filesystem import Vfs
-from nvpool.core.compiled_loader import load_compiled
+from nvpool.core import grants, primitives
+from nvpool.core.clock import SystemClock, stopwatch_s
+from nvpool.core.containers.bounded_map import too_old
+from nvpool.core.ids import COUNTER_BITS
+from nvpool.core.primitives import ByteReader, ByteWriter
+from nvpool.core.units import SLOTS_PER_SESSION
 from nvpool.fuse.dispatch import KernelRequests
+from nvpool.fuse.ops.handles import FREE_MIN
 from nvpool.fuse.ops.inline_completions import Creating
+from nvpool.fuse.ops.kernel_cache.names import NAMED_TOGETHER, SENT_CHANGES_MAX
+from nvpool.fuse.ops.kernel_cache.pages import HAS_XATTRS, SEEN_MAX
 from nvpool.fuse.ops.operations import FuseOps
 from nvpool.fuse.pending_requests import IN_WORK_MAX, PendingRequests
+from nvpool.fuse.protocol.constants import Op, Opening
+from nvpool.fuse.protocol.replies import BLOCK_BYTES, SECOND_NS
 from nvpool.fuse.reply_sender import ReplySender
-from nvpool.fuse.request_state import RequestState
+from nvpool.fuse.request_state import FIRST, RequestState
+from nvpool.rpc import reply_receivers
+from nvpool.rpc.api import IN_FLIGHT_MAX
+from nvpool.rpc.messages.direntries import change_of
+from nvpool.rpc.messages.meta_messages import Attr, CreateReply, CreateRequest
+from nvpool.rpc.reply_receivers import ReplyBurst, ReplyReceiver
+from nvpool.rpc.transports.stream import StreamConnection
+from nvpool.rpc.v1 import meta_pb2
+from nvpool.rpc.v1.wire_pb2 import META_CREATE
 
-_creates = load_compiled("nvpool.fuse.fast_path._creates")
+BURST = 64
+"""Frames that wait for the end of a burst."""
+TURN = 16
+"""Replies that are sent before new requests are taken."""
+_HEAD_BYTES, _NAME_MAX = 56, 255
+"""Of a CREATE: the bytes before the name, as in protocol/requests, and its longest name."""
+_REPLY_BYTES, _SLASH = 160, 47
+_S_IFMT, _S_IFREG = 0o170000, 0o100000
+_ACCESS, _EXCLUSIVE, _TRUNCATE, _APPEND = os.O_ACCMODE, os.O_EXCL, os.O_TRUNC, os.O_APPEND
+_WRITES_ONLY, _READS_AND_WRITES, _DIRECT = os.O_WRONLY, os.O_RDWR, os.O_DIRECT
+_DIRECT_IO, _KEEP_CACHE, _NOFLUSH = Opening.DIRECT_IO.value, Opening.KEEP_CACHE.value, Opening.NOFLUSH.value
+_READ, _READ_AND_WRITE, _ENCRYPTED = grants.READ, grants.READ | grants.WRITE, grants.ENCRYPTED
+_GRANT_BYTES, _GRANT_VERSION, _HAS_XATTRS, _SLOTS, _IN_FLIGHT = (
+    grants.GRANT_BYTES,
+    1,
+    HAS_XATTRS,
+    SLOTS_PER_SESSION,
+    IN_FLIGHT_MAX,
+)
+_FIRST, _COUNTER_BITS, _FREE_MIN, _TOGETHER = FIRST, COUNTER_BITS, FREE_MIN, NAMED_TOGETHER
+_SENT_CHANGES_MAX, _SEEN_MAX, _RENAMED_MAX = SENT_CHANGES_MAX, SEEN_MAX, metadata_cache.RENAMED_MAX
+_SECOND_NS, _BLOCK_BYTES, _WATCH_SHARE = SECOND_NS, BLOCK_BYTES, WATCH_SHARE
+_OPCODE, _METHOD = int(Op.CREATE), int(META_CREATE)
+_attr_from = meta_pb2.Attr.FromString
+_new_tuple = tuple.__new__
+_out = ByteWriter()
+
+
+class PendingCreate(ReplyReceiver):
+    """A pending CREATE: an entry of the table of pending requests, and the receiver of the shard's reply."""
+
+    __slots__ = (
+        "creates",
+        "connection",
+        "state",
+        "generation",
+        "name",
+        "message",
+        "parent",
+        "unique",
+        "slot",
+        "sequence",
+        "mode",
+        "flags",
+        "uid",
+        "gid",
+        "pid",
+        "umask",
+        "number",
+        "since_s",
+        "sent_s",
+        "deadline_s",
+        "is_done",
+    )
+
+    def begin(
+        self,
+        creates: Creates,
+        connection: Any,
+        state: Any,
+        name: bytes,
+        message: bytes,
+        parent: int,
+        unique: int,
+        mode: int,
+        flags: int,
+        uid: int,
+        gid: int,
+        pid: int,
+        umask: int,
+        slot: int,
+        sequence: int,
+        since_s: float,
+        sent_s: float,
+        deadline_s: float,
+    ) -> None:
+        """Begin a request that is sent now in this slot of the session `state`, with `message`.
+
+        The sender sets `number`, the number of the shard's request, before a reply can come.
+        """
+        self.creates, self.connection, self.state, self.generation = (
+            creates,
+            connection,
+            state,
+            state.generation,
+        )
+        self.name, self.message, self.parent, self.unique = name, message, parent, unique
+        self.mode, self.flags, self.uid, self.gid = mode, flags, uid, gid
+        self.pid, self.umask = pid, umask
+        self.slot, self.sequence, self.number = slot, sequence, 0
+        self.since_s, self.sent_s, self.deadline_s = since_s, sent_s, deadline_s
+        self.is_done = False
+
+    def cancel(self) -> bool:
+        """Cancel: the caller dies, or the mount is gone. False: the request has ended already."""
+        if self.is_done:
+            return False
+        return self._go_on_slowly().cancel()
+
+    def receive(self, message: bytes) -> ReplyBurst | None:
+        """Take the reply if it describes a new file; None: the slow path gets it."""
+        if self.is_done:
+            return None
+        creates: Creates = self.creates
+        try:
+            if not creates.complete(self, message):
+                return None
+        except Exception as error:
+            creates.report_bug(self, error)
+        return creates
+
+    def __call__(self, reply: Any, error: BaseException | None) -> None:
+        """Handle a reply that was not received as a message, or an error."""
+        if self.is_done:
+            return
+        if error is None and self.receive(bytes(reply.message)) is not None:
+            self.creates.path.some_ended()
+            return
+        self._go_on_slowly().begun.answered(reply, error)
+
+    def _go_on_slowly(self) -> Creating:
+        """Continue on the slow path, as if the request had been started there."""
+        self.is_done = True
+        path: CreateFastPath = self.creates.path
+        return path.create_otherwise(
+            self.unique,
+            self.parent,
+            self.name,
+            self.mode,
+            self.flags,
+            Caller(self.uid, self.gid, self.pid, self.umask),
+            SentChange(
+                self.message,
+                self.sent_s,
+                self.deadline_s,
+                self.connection,
+                self.number,
+                self.state,
+                self.slot,
+                self.sequence,
+                self.generation,
+            ),
+        )
+
+
+class Creates(ReplyBurst):
+    """The creates of one mount: from the kernel's requests to the shards, and back.
+
+    `path.requests` has the request in its buffer, and the table of pending ones.
+    """
+
+    def __init__(self, path: CreateFastPath, ops: FuseOps, vfs: Vfs, in_work_max: int) -> None:
+        super().__init__(TURN)
+        meta: Any = vfs.meta
+        cache, memory, requests = vfs.cache, ops.kept, path.requests
+        assert memory is not None
+        self.path = path
+        self.made = 0
+        """Files that were created."""
+        self._requests = requests
+        self._buffer: Any = requests.buffer
+        self._work: dict[int, Any] = requests.work
+        self._in_work_max = in_work_max
+        self._entry_s, self._entry_ns = requests.keep_entry
+        self._attr_s, self._attr_ns = requests.keep_attr
+        self._ops, self._published, self._handles = ops, ops.published, ops.handles
+        self._names, self._pages, self._bypass, self._changes = (
+            ops.cached_names,
+            ops.cached_pages,
+            ops.bypass,
+            ops.changes,
+        )
+        self._files, self._appending = ops.files.by_handle, ops.files.appending
+        self._sent_changes, self._seen = ops.cached_names.sent_changes, ops.cached_pages.seen
+        self._barred = ops.published.barred
+        self._writeback, self._keeps_names = ops.options.writeback, bool(ops.options.entry_timeout_s)
+        self._vfs, self._writer, self._complete_dirs = vfs, vfs.writer, vfs.complete_dirs
+        self._leases, self._leases_by_inode = vfs.leases, vfs.leases.by_inode
+        self._cache, self._opened, self._attrs, self._entries = cache, cache.open, cache.attrs, cache.entries
+        self._renamed, self._whole = cache.renamed_s, cache.complete_dirs
+        self._cached_max = cache.options.cached_entries
+        self._meta, self._view, self._dialer, self._shards = meta, meta.view, meta.dialer, meta.shards
+        self._counters, self._held, self._early = meta.counters, meta.once.held, meta.once.early
+        self._clock = meta.clock
+        self._is_system = type(meta.clock) is SystemClock
+        self._patience_s = meta.options.deadline_s
+        self._left_ms = min(int(self._patience_s * 1000), 0xFFFFFFFF)
+        self._slot_records, self._handle_records = memory.slot_records, memory.handle_records
+        self._known_map: Any = None
+        self._shard_of_partition: tuple[int, ...] = ()
+        self._endpoints: dict[int, Any] = {}
+        self._is_single = False
+        self._epoch = 0
+        self._frames: dict[Any, list[bytes]] = {}
+        self._frame_count = 0
+        self._create = CreateRequest(open=True)
+        self._in = ByteReader()
+
+    def _now_s(self) -> float:
+        return primitives.boottime_s() if self._is_system else self._clock.boottime_s()
+
+    # -- from the kernel to the shard
+
+    def begin(self, count: int) -> bool:
+        """Start the CREATE of `count` bytes in the buffer.
+
+        True: the request is in the table of pending requests. False: nothing has happened.
+        """
+        if not _HEAD_BYTES + 2 <= count <= _HEAD_BYTES + _NAME_MAX + 1 or count > len(self._buffer):
+            return False
+        source = self._in
+        source.open_part(self._buffer, 0, count)
+        if source.u32() != count or source.u32() != _OPCODE:
+            return False
+        unique = source.u64()
+        parent = source.u64()
+        uid = source.u32()
+        gid = source.u32()
+        pid = source.u32()
+        extension_words = source.u32() & 0xFFFF
+        flags = source.u32()
+        mode = source.u32()
+        umask = source.u32()
+        source.u32()
+        name = source.rest()
+        if name[len(name) - 1] != 0:
+            return False
+        name = name[:-1]
+        if 0 in name or _SLASH in name or name == b"." or name == b"..":
+            return False
+        if not unique or unique > _FIRST or extension_words:
+            return False
+        if flags & _ACCESS == _ACCESS or parent >> 63:
+            return False
+        if self._writeback:  # as FuseOptions.flags_below
+            flags &= ~_APPEND
+            if flags & _ACCESS == _WRITES_ONLY:
+                flags ^= _WRITES_ONLY | _READS_AND_WRITES
+        requests: Any = self._requests
+        if (
+            requests.forwarded
+            or requests.stopped
+            or requests.leaving
+            or len(self._work) + 1 >= self._in_work_max
+        ):
+            return False
+        # The shard, its session and its connection.
+        if self._view.map is not self._known_map:
+            self._use_map(self._view.map)
+        state: Any = self._shards.get(self._shard_of_partition[parent >> _COUNTER_BITS])
+        if state is None:
+            return False
+        session, slots = state.session, state.slots
+        if (
+            not session
+            or not slots
+            or state.waiting
+            or self._meta.closed
+            or state.record < 0
+            or state.slot_count > _SLOTS
+        ):
+            return False
+        connection: Any = self._dialer.by_endpoints.get(self._endpoints.get(state.shard))
+        if (
+            connection is None
+            or connection is not state.met
+            or connection.closed
+            or not isinstance(connection, StreamConnection)
+            or connection.upgraded
+        ):
+            return False
+        in_flight: dict[int, Any] = connection.in_flight
+        if not connection.writable or connection.waiting or len(in_flight) >= _IN_FLIGHT:
+            return False
+        key: Any = unique
+        if key in self._held or key in self._early or not self._handle_records.has_room(_FREE_MIN):
+            return False
+        directory: Any = parent
+        if not self._is_single and not self._vfs.stripes.is_together(directory):
+            return False
+        exclusive, truncate = flags & _EXCLUSIVE != 0, flags & _TRUNCATE != 0
+        if truncate and not exclusive and self._writer.busy and self._vfs.may_be_written(directory, name):
+            return False
+        if not self._left_ms:
+            return False
+        if self._frame_count >= BURST:
+            self.send()
+        # The request starts here: the rest cannot fail.
+        now_s = self._now_s()
+        slot, sequence = slots.popleft()
+        create = self._create
+        change = create.change
+        change.session, change.slot, change.sequence = session, slot, sequence + 1
+        change.map_epoch, change.uid, change.gid = self._epoch, uid, gid
+        create.parent, create.name = parent, name
+        create.masked = mode & umask & 0o777  # as Caller.masked
+        create.mode = _S_IFREG | mode & 0o7777 ^ create.masked
+        create.rights = _READ_AND_WRITE if flags & _ACCESS else _READ
+        create.exclusive, create.truncate = exclusive, truncate
+        one = PendingCreate.__new__(PendingCreate)
+        one.begin(
+            self,
+            connection,
+            state,
+            name,
+            create.SerializeToString(),
+            parent,
+            unique,
+            mode,
+            flags,
+            uid,
+            gid,
+            pid,
+            umask,
+            slot,
+            change.sequence,
+            requests.since_s,
+            now_s,
+            now_s + self._patience_s,
+        )
+        self._counters["changes"] += 1
+        # Before the request is sent: a successor of this process sends it again under this name.
+        self._slot_records.keep(state.record, one.slot, one.sequence, _METHOD, unique)
+        one.number = reply_receivers.register(
+            connection, in_flight, one, one.deadline_s, 0, _METHOD_KEY, now_s
+        )
+        frame = primitives.request_frame(_METHOD, one.number, self._left_ms, one.message)
+        frames = self._frames.get(connection)
+        if frames is None:
+            self._frames[connection] = [frame]
+        else:
+            frames.append(frame)
+        self._frame_count += 1
+        self._entries.pop((directory, name), None)
+        self._note_renamed(directory, now_s)
+        self._work[key] = (one, pid, _OPCODE_KEY, one.since_s)
+        requests.deferred += 1
+        return True
+
+    def _use_map(self, pool_map: Any) -> None:
+        self._known_map = None
+        self._shard_of_partition, self._is_single = pool_map.shard_of_partition, len(pool_map.shards) == 1
+        self._endpoints = {shard.id: shard.endpoints for shard in pool_map.shards}
+        self._epoch = pool_map.epoch
+        self._known_map = pool_map
+
+    def _note_renamed(self, directory: Any, now_s: float) -> None:
+        """Note a changed name in the directory, as `MetadataCache.forget_entry` does."""
+        renamed = self._renamed
+        renamed.pop(directory, None)
+        renamed[directory] = now_s
+        if len(renamed) > _RENAMED_MAX:
+            for old in too_old(renamed, _RENAMED_MAX):
+                self._cache.renamed_floor_s = max(self._cache.renamed_floor_s, renamed.pop(old))
+
+    def send(self) -> None:
+        """Send the collected frames to the shards."""
+        if not self._frame_count:
+            return
+        waiting, self._frames, self._frame_count = self._frames, {}, 0
+        for connection, frames in waiting.items():
+            transport = connection.frames.transport
+            if not transport.is_closing():
+                transport.write(b"".join(frames))
+
+    # -- from the shard to the kernel
+
+    def complete(self, one: PendingCreate, message: bytes) -> bool:
+        """Reply to the kernel if the message says that the file is new, then update the caches.
+
+        False: the message says anything else, and nothing has happened.
+        """
+        reply = CreateReply.__new__(CreateReply)
+        try:
+            reply.parsed(message)
+        except DecodeError:
+            return False
+        if not is_new_file(reply):
+            return False
+        attr = reply.entry.attr
+        if reply.parent.inode != one.parent or attr.inode >> _COUNTER_BITS != one.parent >> _COUNTER_BITS:
+            return False
+        inode: Any = attr.inode
+        state: Any = one.state
+        if inode in self._opened or state.generation != one.generation or one.parent in self._opened:
+            return False
+        if self._view.map is not self._known_map:
+            self._use_map(self._view.map)
+        if self._shards.get(self._shard_of_partition[one.parent >> _COUNTER_BITS]) is not state:
+            return False
+        waiting: Any = self._work.get(one.unique)
+        if waiting is None or waiting[0] is not one or not self._handle_records.has_room(0):
+            return False
+        one.is_done = True
+        # The handle is recorded before the kernel gets it.
+        flags, reads_only = one.flags, one.flags & _ACCESS == 0
+        serial = self._handles.last + 1
+        self._handles.last = serial
+        handle = self._handle_records.keep(serial, attr.inode, flags, one.uid, one.gid, one.pid, one.unique)
+        opening = _KEEP_CACHE if self._writeback else 0
+        if reads_only:
+            opening |= _NOFLUSH
+        elif flags & _APPEND:
+            opening |= _DIRECT_IO
+        self._changes.count += 1
+        self.path.send_reply(
+            created_reply(
+                one.unique,
+                attr,
+                self._entry_s,
+                self._entry_ns,
+                self._attr_s,
+                self._attr_ns,
+                handle,
+                opening,
+            )
+        )
+        del self._work[one.unique]
+        requests: Any = self._requests
+        try:
+            self._count(requests.spent, stopwatch_s() - one.since_s)
+            if requests.interrupted:
+                requests.interrupted.pop(one.unique, None)
+            if self._held:
+                self._ops.answered(one.unique)
+            self._update_caches(one, reply, handle, inode)
+        finally:
+            # The request is answered, so its slot is free.
+            self._slot_records.clear(state.record, one.slot)
+            state.slots.append((one.slot, one.sequence))
+            if state.waiting:
+                state.wake()
+        self.made += 1
+        return True
+
+    def _count(self, spent: Any, took_s: float) -> None:
+        """As `FuseTimes.add`."""
+        times: Any = spent.times[_OPCODE]
+        if times is None:
+            spent.add(_OPCODE_KEY, max(0.0, took_s))
+            return
+        times.counts[primitives.duration_slot(took_s)] += 1
+        times.sum_s += took_s
+
+    def _update_caches(self, one: PendingCreate, reply: CreateReply, handle: int, inode: Any) -> None:
+        """Update the caches, as Files._opened and _created and Creating.opened do."""
+        now_s = self._now_s()
+        now: Any = now_s
+        parent: Any = one.parent
+        number: Any = handle
+        entry, directory, state = reply.entry, reply.parent, one.state
+        typed = entry.attr
+        reads_only = one.flags & _ACCESS == 0
+        attr = _attr_from(typed.SerializeToString())
+        file = OpenInode(attr)
+        self._opened[inode] = file
+        self._attrs.pop(inode, None)
+        file.handles = file.opened = 1
+        file.attr_born_s = now
+        self._adopt_grant(file, entry.grant, typed.cut)
+        registered: dict[Any, int] = state.open
+        registered[inode] = registered.get(inode, 0) + 1
+        lease = self._take_lease(one, entry, inode, now_s)
+        opened = FileHandle(file, one.flags)
+        # The name and the directory.
+        self._note_renamed(parent, now_s)
+        key = (parent, one.name)
+        self._entries.pop(key, None)
+        self._entries[key] = (inode, now, one.sent_s, lease)
+        if len(self._entries) > self._cached_max:
+            _trim(self._entries, self._cached_max)
+        self._update_directory(directory, parent, one.name, now)
+        # What the kernel was given.
+        if self._keeps_names:
+            names: Any = self._names
+            if now_s >= names.naming_until_s or len(names.naming.names) >= _TOGETHER:
+                names.start_group()
+            names.naming.names.append((inode, parent, one.name, inode))
+        changed: Any = typed.change
+        self._sent_changes[inode] = changed
+        if len(self._sent_changes) > _SENT_CHANGES_MAX:
+            self._names.record_attr(attr)
+        self._seen[inode] = (changed, not typed.flags & _HAS_XATTRS)
+        if len(self._seen) > _SEEN_MAX:
+            self._pages.record_pages(attr)
+        opened.number = number
+        self._files[number] = opened
+        if one.flags & _DIRECT or (one.flags & _APPEND and not reads_only):  # as page_cache_bypass.bypasses
+            self._bypass.opened(inode)
+        if not reads_only:
+            published: Any = self._published
+            published.writing.add(number)
+            self._barred[inode] = self._barred.get(inode, 0) + 1
+            if published.handles_of:
+                published.take_back(inode)
+            if one.flags & _APPEND:
+                self._appending[number] = Caller(one.uid, one.gid, one.pid)
+
+    def _adopt_grant(self, file: OpenInode, grant: bytes, cut: int) -> None:
+        """As `OpenInode.adopt_grant`, for an inode without a grant."""
+        source = self._in
+        source.open(grant)
+        source.u8()
+        rights = source.u8()
+        source.u16()
+        session = source.u64()
+        source.u64()
+        granted_cut = source.u64()
+        ends_ms = source.i64()
+        if granted_cut < cut:
+            return
+        now_ms = (primitives.wall_ns() if self._is_system else self._clock.wall_ns()) // 1_000_000
+        file.grant = grant
+        file.grant_session = session
+        file.grant_cut = granted_cut
+        file.grant_rights = rights & ~_ENCRYPTED
+        if rights & _ENCRYPTED:
+            file.encrypted = True
+        file.grant_half_ms = now_ms + (ends_ms - now_ms >> 1)
+
+    def _take_lease(self, one: PendingCreate, entry: Any, inode: Any, now_s: float) -> Any:
+        """As `Leases.take`, written out for an inode that never had a lease."""
+        leases, watch = self._leases, one.state.watch
+        readable = entry.grant if entry.grant[1] & _READ else b""
+        if (
+            inode in self._leases_by_inode
+            or one.sent_s <= watch.floor_s
+            or (watch.ended and one.sent_s <= watch.ended.get(inode, NEVER_S))
+        ):
+            return leases.take(inode, entry.lease_ms, one.sent_s, readable)
+        until_s = one.sent_s + entry.lease_ms * _WATCH_SHARE / 1000
+        leases.last_number += 1
+        lease = _new_tuple(InodeLease, (until_s, now_s, readable, watch, leases.last_number))
+        self._leases_by_inode[inode] = lease
+        if len(self._leases_by_inode) > leases.count_max:
+            _trim(self._leases_by_inode, leases.count_max)
+        if now_s >= until_s or now_s >= watch.until_s:
+            return None
+        watch.used = True
+        return lease
+
+    def _update_directory(self, typed: Any, parent: Any, name: bytes, now: Any) -> None:
+        """Cache the attributes of the directory, and the name in the list of its names."""
+        attrs, cache = self._attrs, self._cache
+        shown = _attr_from(typed.SerializeToString())
+        whole: Any = self._whole.get(parent)
+        if whole is not None:
+            cache.named_in_whole(shown, parent, name, True)
+            whole = self._whole.get(parent)
+            if whole is not None and shown.change > whole.change:
+                cache.forget_whole(parent)
+                whole = None
+        known: Any = attrs.pop(parent, None)
+        if known is not None:
+            before = known[0]
+            if (change_of(before) if type(before) is bytes else before.change) > shown.change:
+                shown = before
+        attrs[parent] = (shown, now)
+        if len(attrs) > self._cached_max:
+            _trim(attrs, self._cached_max)
+        if whole is None:
+            self._complete_dirs.made_in(parent, typed.size)
+
+    def go_on(self) -> None:
+        """Take new requests after some replies, before the other replies are handled."""
+        self.path.some_ended()
+        requests: Any = self._requests
+        if self._work and requests.reading and not requests.taking:
+            self.path.take_requests()
+
+    def report_bug(self, one: PendingCreate, error: BaseException) -> None:
+        """Report a bug to the caller that waits."""
+        one.is_done = True
+        self._meta.lost_sight()
+        entry: Any = self._work.get(one.unique)
+        if entry is not None and entry[0] is one:
+            try:
+                self.path.create_failed(one.unique, error)
+            finally:
+                self._meta.give_back_answered(one.unique, one.state, one.slot, one.sequence, one.generation)
+        else:
+            self._requests.loop.call_exception_handler(
+                {"message": "a new file is missing in the caches of this client", "exception": error}
+            )
+            self.path.some_ended()
+
+
+def is_new_file(reply: CreateReply) -> bool:
+    """Whether the reply describes an open file that is new, with all data of it and its directory."""
+    entry, directory = reply.entry, reply.parent
+    if not reply.created or entry is None or directory is None or not directory.inode:
+        return False
+    attr, grant = entry.attr, entry.grant
+    return (
+        attr is not None
+        and attr.inode != 0
+        and attr.mode & _S_IFMT == _S_IFREG
+        and not attr.size
+        and attr.chunk_bits < 64
+        and not entry.elsewhere
+        and entry.lease_ms != 0
+        and len(grant) == _GRANT_BYTES
+        and grant[0] == _GRANT_VERSION
+    )
+
+
+def created_reply(
+    unique: int,
+    attr: Attr,
+    entry_s: int,
+    entry_ns: int,
+    attr_s: int,
+    attr_ns: int,
+    handle: int,
+    opening: int,
+) -> bytes:
+    """The reply to the kernel, as `replies.created` makes it."""
+    out = _out
+    out.begin()
+    out.u32(_REPLY_BYTES)
+    out.u32(0)
+    out.u64(unique)
+    out.u64(attr.inode)
+    out.u64(0)
+    out.u64(entry_s)
+    out.u64(attr_s)
+    out.u32(entry_ns)
+    out.u32(attr_ns)
+    out.u64(attr.inode)
+    out.u64(attr.size)
+    out.u64(attr.blocks)
+    out.i64(attr.atime_ns // _SECOND_NS)
+    out.i64(attr.mtime_ns // _SECOND_NS)
+    out.i64(attr.ctime_ns // _SECOND_NS)
+    out.u32(attr.atime_ns % _SECOND_NS)
+    out.u32(attr.mtime_ns % _SECOND_NS)
+    out.u32(attr.ctime_ns % _SECOND_NS)
+    out.u32(attr.mode)
+    out.u32(attr.links)
+    out.u32(attr.uid)
+    out.u32(attr.gid)
+    out.u32(attr.rdev)
+    out.u32(_BLOCK_BYTES)
+    out.u32(0)
+    out.u64(handle)
+    out.u32(opening)
+    out.u32(0)
+    return out.take()
+
+
+def _trim(known: dict[Any, Any], count_max: int) -> None:
+    for old in too_old(known, count_max):
+        del known[old]
+
+
+_OPCODE_KEY, _METHOD_KEY = _OPCODE, _METHOD
 
 
 class CreateFastPath:
-    """Handler of CREATE, with `compiled`, which takes one in the buffer if it can.
+    """Handler of CREATE, with `creates`, which takes one in the buffer if it can.
 
-    `compiled` is None without the compiled module, without a mount state, and if there are no shards below.
-    `slow` handles a CREATE that it declines; `take_requests` reads and answers the requests that wait.
+    `creates` is None without a mount state, and if there are no shards below. `slow` handles a CREATE that it
+    declines; `take_requests` reads and answers the requests that wait.
     """
 
     def __init__(
@@ -56,38 +734,43 @@ class CreateFastPath:
         self._replies = replies
         self._pending = pending
         self._slow_create = slow.on_create
-        self.compiled: Any = None
+        self.creates: Creates | None = None
         self._vfs: Vfs
-        # called by the compiled module, with `create_otherwise` and `create_failed`
-        self.answer_refused = replies.answer_refused
+        # called by `creates`, with `create_otherwise` and `create_failed`
+        self.send_reply: Callable[[bytes], None] = replies.send
         self.some_ended: Callable[[], None] = pending.some_ended
         self.take_requests = take_requests
 
     def start(self) -> None:
         """Take requests from now on, if that is possible here."""
         ops = self._ops
-        if _creates is None or not ops.view.is_plain or ops.kept is None:
+        if not ops.view.is_plain or ops.kept is None:
             return
         vfs = ops.knows_by
         if isinstance(vfs, Vfs) and ops.clock is vfs.clock:
             self._vfs = vfs
-            self.compiled = _creates.Creates(self, ops, vfs, IN_WORK_MAX)
+            self.creates = Creates(self, ops, vfs, IN_WORK_MAX)
 
     def on_create(self, count: int) -> None:
         """Handle a CREATE."""
-        if self.compiled is None or not self.compiled.begin(count):
+        if self.creates is None or not self.creates.begin(count):
             self._slow_create(count)
+
+    def submit(self) -> None:
+        """Send the collected creates."""
+        if self.creates is not None:
+            self.creates.send()
 
     def stop(self) -> None:
         """Send what is collected. Replies that arrive later go to the slow path."""
-        compiled, self.compiled = self.compiled, None
-        if compiled is not None:
-            compiled.close()
+        creates, self.creates = self.creates, None
+        if creates is not None:
+            creates.send()
 
     def create_otherwise(
         self, unique: int, parent: int, name: bytes, mode: int, flags: int, caller: Caller, sent: SentChange
     ) -> Creating:
-        """Continue, on the slow path, a file creation that was started by the compiled module."""
+        """Continue, on the slow path, a file creation that was started by `creates`."""
         creating = Creating(self._ops.files, parent, name, flags, caller, unique)
         creating.begun = self._vfs.go_on_creating(sent, parent, name, mode, flags, caller, unique, creating)
         self._pending.replace(unique, creating, "create", self._replies.created)
@@ -95,5 +778,5 @@ class CreateFastPath:
         return creating
 
     def create_failed(self, unique: int, error: BaseException) -> None:
-        """Reply with an error to a CREATE that was started by the compiled module."""
+        """Reply with an error to a CREATE that was started by `creates`."""
         self._pending.ended(unique, "create", self._replies.created, None, error)

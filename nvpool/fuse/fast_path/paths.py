@@ -87,8 +87,7 @@ class FastPaths:
         The deferred closes are answered after the creates of this burst have been sent.
         """
         try:
-            if self.creates.compiled is not None:
-                self.creates.compiled.send()
+            self.creates.submit()
             if self.small_files.compiled is not None:
                 self.small_files.compiled.send()
             if self.local_reads.compiled is not None:
