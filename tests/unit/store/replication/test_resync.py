@@ -758,16 +758,24 @@ def test_chunk_stays_when_its_chain_returns_before_removal(monkeypatch):
             await put(store, 1, 0, 0, some_bytes(100), epoch=5)
             one.use(lambda table, number: Chain(7, (SOURCE,)))
             monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.STAY_S", 0.0)
-            room, orphans = store.kv.room, one.services[JOINER].upkeep.orphan_chunks
+            orphans = one.services[JOINER].upkeep.orphan_chunks
 
-            async def room_and_return():
-                monkeypatch.setattr(type(store.kv), "full", False)
-                one.use(lambda table, number: Chain(8, (JOINER,)))
-                await room()
+            class FullKv:
+                """The records of the store, full until there is room: then the chain has returned."""
 
-            monkeypatch.setattr(type(store.kv), "full", True)
-            store.kv.room = room_and_return
+                full, kv = True, store.kv
+
+                async def room(self):
+                    self.full = False
+                    one.use(lambda table, number: Chain(8, (JOINER,)))
+                    await self.kv.room()
+
+                def __getattr__(self, name):
+                    return getattr(self.kv, name)
+
+            store.kv = FullKv()
             assert await orphans.run_once() == 0
+            assert not store.kv.full
             assert await content(store, 1, 0, 100) == some_bytes(100)
 
     asyncio.run(run())

@@ -226,11 +226,12 @@ def test_recovery_that_forgets_the_free_map_is_found(monkeypatch):
 
 
 def test_block_reused_before_the_flush_is_found(monkeypatch):
-    def commit(self, transaction, sequence, before=Allocator.commit):
-        before(self, transaction, sequence)
-        self.release(sequence, math.inf)
+    class ReusingAllocator(Allocator):
+        def commit(self, transaction, sequence):
+            super().commit(transaction, sequence)
+            self.release(sequence, math.inf)
 
-    monkeypatch.setattr(Allocator, "commit", commit)
+    monkeypatch.setattr(block_store, "Allocator", ReusingAllocator)
     with pytest.raises(AssertionError):
         for seed in range(30):
             lives(seed)
