@@ -143,7 +143,7 @@ class Processors(msgspec.Struct, frozen=True):
     scheduling: Annotated[
         Literal["normal", "responsive", "priority", "realtime"],
         Meta(
-            description="beside other programs that keep the processors busy. priority: nice -19 and short time slices, "
+            description="beside other programs that keep the processors busy. priority: nice -10 and short time slices, "
             "so that a process that a request wakes up runs soon; without the right to it as responsive: short slices and "
             "the ordinary share; realtime: SCHED_RR, before all ordinary programs; normal: as the service manager says"
         ),

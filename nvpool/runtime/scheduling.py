@@ -35,8 +35,9 @@ from typing import NamedTuple
 
 SLICE_NS = 100_000
 """The shortest time slice that Linux grants (__setparam_fair of its scheduler)."""
-NICE = -19
-"""As MooseFS has it by default (NICE_LEVEL of mfschunkserver.cfg(5))."""
+NICE = -10
+"""Nine times the share of an ordinary thread. With -19 an idle machine created a tenth fewer files a second: a process
+that is woken interrupts the one that has woken it."""
 REALTIME_PRIORITY = 1
 AUTOGROUP = Path("/proc/self/autogroup")
 

@@ -103,7 +103,7 @@ def test_realtime_runs_before_ordinary_processes():
 
 
 @needs_root
-@pytest.mark.parametrize("wanted, remedy", [("priority", "LimitNICE=-19"), ("realtime", "LimitRTPRIO=1")])
+@pytest.mark.parametrize("wanted, remedy", [("priority", "LimitNICE=-10"), ("realtime", "LimitRTPRIO=1")])
 def test_without_the_right_slices_are_short_and_the_remedy_is_logged(wanted, remedy):
     holds, threads, said = threads_under(wanted, WITHOUT_RIGHTS)
     assert not holds and threads == of(os.SCHED_OTHER, os.nice(0))
