@@ -1,10 +1,10 @@
 """Receivers of replies that are sent many at a time, and the entry of their requests in a connection's table.
 
 A reply without a payload that reaches a client connection in its receive buffer is passed to a `ReplyReceiver`
-as bytes, without a Reply object. The receivers of one sender return the same `ReplyBurst`, which goes on with
-its work once the replies that arrived together were handled. Where frames are not read by the compiled module
-(rpc/transports/_frame), a receiver is called as any other `on_done`. Used by the fast paths of the mount and of
-the store.
+as bytes, without a Reply object. The receivers of one sender return the same `ReplyBurst`. Its `go_on` is called
+once the replies that arrived together are handled, and sends the next requests. Where frames are not read by the
+compiled module (rpc/transports/_frame), a receiver is called as any other `on_done`. Used by the fast paths of
+the mount and of the store.
 """
 
 from __future__ import annotations

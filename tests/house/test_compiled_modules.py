@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 import shutil
@@ -95,3 +96,26 @@ def test_build_fails_without_compiler_unless_pure(tmp_path):
     assert failed.returncode != 0 and not list(tmp_path.rglob("*.so"))
     pure = run(build, tmp_path, {"CC": "/bin/false", "NVPOOL_PURE": "1"})
     assert pure.returncode == 0, pure.stderr
+
+
+def test_c_source_older_than_an_indirectly_named_header_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    header, source = Path("nvpool/core/shared.pxd"), Path("nvpool/typed.py")
+    made = Path("build/typed/nvpool/typed.c")
+    for path, text in (
+        (header, ""),
+        (source, ""),
+        (source.with_suffix(".pxd"), "from nvpool.core cimport shared\n"),
+        (made, "old"),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    spec = importlib.util.spec_from_file_location("nvpool_setup", ROOT / "setup.py")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    build.remove_outdated_c(source)
+    assert made.exists()
+    later = made.stat().st_mtime + 1
+    os.utime(header, (later, later))
+    build.remove_outdated_c(source)
+    assert not made.exists()
