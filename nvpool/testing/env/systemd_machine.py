@@ -30,6 +30,8 @@ PROGRAMS = {
     "ip": "iproute2",
 }
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+BOOT_S = 480
+"""Limit for installing nvpool and booting. Compiling takes a minute and a half alone, five beside other tests."""
 NOT_ALLOWED = "-sys_module,-sys_time,-syslog,-sys_rawio,-wake_alarm,-mac_admin,-mac_override"
 
 # Script of process 1 before it becomes systemd. Arguments: place, checkout, Python, its packages,
@@ -162,7 +164,7 @@ class BootedMachine:
         if not line:
             self.__exit__()
             raise RuntimeError("the machine's guard could not begin; it says why above")
-        starter, deadline_s = int(line), SYSTEM_CLOCK.boottime_s() + 240
+        starter, deadline_s = int(line), SYSTEM_CLOCK.boottime_s() + BOOT_S
         while not self._is_up(starter):
             if SYSTEM_CLOCK.boottime_s() > deadline_s or self._guard.poll() is not None:
                 said = self.console()
