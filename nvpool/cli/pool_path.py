@@ -21,7 +21,7 @@ from nvpool.cli.pool_suggestions import pool_behind
 if TYPE_CHECKING:
     from nvpool.client.pool_client import Client
     from nvpool.client.vfs.filesystem import Vfs
-    from nvpool.rpc.v1.meta_pb2 import Attr
+    from nvpool.rpc.messages.meta_messages import Attr
 
 
 class PoolPath(NamedTuple):

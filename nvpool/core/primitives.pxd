@@ -33,6 +33,7 @@ cdef class ByteWriter:
     cdef int put_u32(self, Py_ssize_t place, uint32_t value) except -1
     cdef int put_u64(self, Py_ssize_t place, uint64_t value) except -1
     cdef uint32_t crc(self, Py_ssize_t first) noexcept
+    cdef int send(self, int fd) noexcept
 
 
 cdef class ByteReader:
@@ -89,6 +90,8 @@ cdef class PayloadFrame:
 cpdef uint32_t crc32c_of(bytes some, Py_ssize_t first, Py_ssize_t end=*) noexcept
 cpdef bytes request_frame(uint32_t method, uint32_t number, uint32_t deadline_ms, bytes message)
 cpdef bytes reply_frame(uint32_t number, uint32_t status, bytes message)
+cpdef Py_ssize_t receive(int fd, bytearray buffer) noexcept
 cpdef double boottime_s() noexcept
+cpdef double stopwatch_s() noexcept
 cpdef int64_t wall_ns() noexcept
 cpdef int duration_slot(double took_s) noexcept

@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import struct
 import sys
+from errno import EIO
 from typing import Any
 
+from nvpool.core import clock
 from nvpool.core.checksum import crc32c
 from nvpool.core.clock import SYSTEM_CLOCK
 
@@ -139,6 +141,14 @@ class ByteWriter:
     def crc(self, first: int) -> int:
         """CRC32C of the content from `first` on."""
         return crc32c(bytes(self._bytes[first:]))
+
+    def send(self, fd: int) -> int:
+        """Write the content to a descriptor that does not block. Returns 0, or the error number."""
+        try:
+            os.write(fd, self._bytes)
+        except OSError as error:
+            return error.errno or EIO
+        return 0
 
 
 class ByteReader:
@@ -399,9 +409,22 @@ def _head(kind: int, code: int, number: int, deadline_ms: int, message: bytes, p
     return head + crc32c(head).to_bytes(4, "little")
 
 
+def receive(fd: int, buffer: bytearray) -> int:
+    """Read from a descriptor that does not block. Returns the number of bytes, or minus the error number."""
+    try:
+        return os.readv(fd, (buffer,))
+    except OSError as error:
+        return -(error.errno or EIO)
+
+
 def boottime_s() -> float:
     """The boottime clock of core/clock."""
     return SYSTEM_CLOCK.boottime_s()
+
+
+def stopwatch_s() -> float:
+    """The stopwatch of core/clock."""
+    return clock.stopwatch_s()
 
 
 def wall_ns() -> int:

@@ -4,9 +4,11 @@
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy, memmove
+from posix.unistd cimport read, write
 
 cdef extern from "Python.h":
     const Py_ssize_t PY_SSIZE_T_MAX
@@ -14,6 +16,7 @@ cdef extern from "Python.h":
 cdef extern from "_clock.h":
     int slot_of(double took_s) nogil
     double boottime_s_c "boottime_s"() nogil
+    double stopwatch_c "stopwatch"() nogil
     long long wall_ns_c "wall_ns"() nogil
 
 cdef extern from "_fields.h":
@@ -232,6 +235,9 @@ cdef class ByteWriter:
 
     cdef uint32_t crc(self, Py_ssize_t first) noexcept:
         return crc_of(self._begin + first, self._at - self._begin - first)
+
+    cdef int send(self, int fd) noexcept:
+        return errno if write(fd, self._begin, self._at - self._begin) < 0 else 0
 
 
 cdef class ByteReader:
@@ -471,8 +477,17 @@ cpdef bytes reply_frame(uint32_t number, uint32_t status, bytes message):
     return frame_of(REPLY, status, number, 0, message)
 
 
+cpdef Py_ssize_t receive(int fd, bytearray buffer) noexcept:
+    cdef Py_ssize_t count = read(fd, PyByteArray_AS_STRING(buffer), PyByteArray_GET_SIZE(buffer))
+    return -errno if count < 0 else count
+
+
 cpdef double boottime_s() noexcept:
     return boottime_s_c()
+
+
+cpdef double stopwatch_s() noexcept:
+    return stopwatch_c()
 
 
 cpdef int64_t wall_ns() noexcept:

@@ -16,7 +16,7 @@ from nvpool.fuse.ops.operations import FuseOps, errno_of
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import Opening
 from nvpool.fuse.request_state import RequestState
-from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.rpc.messages.meta_messages import Attr
 
 log = logging.getLogger(__name__)
 

@@ -68,7 +68,7 @@ from nvpool.sdk.volumes import AsyncVolumes
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-    from nvpool.rpc.v1.meta_pb2 import Attr
+    from nvpool.rpc.messages.meta_messages import Attr
 
 _COPY_BYTES = 4 * MIB
 _LIST_STEP = 1000

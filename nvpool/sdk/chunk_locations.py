@@ -19,6 +19,7 @@ from nvpool.sdk.admin.daemon_calls import AdminCalls
 
 if TYPE_CHECKING:
     from nvpool.client.pool_client import Client
+    from nvpool.rpc.messages.meta_messages import Attr
 
 CHUNKS_PER_REQUEST = 1000
 KINDS = {
@@ -51,7 +52,7 @@ async def chunks_on(
         first = reply.chunks[-1].index + 1 if reply.chunks else 0
 
 
-async def describe(client: Client, attr: meta_pb2.Attr) -> dict[str, Any]:
+async def describe(client: Client, attr: Attr) -> dict[str, Any]:
     """The report of `nvpool file info --json` on one file.
 
     The report contains attributes, layout, shard and partition, locks, and the chunks with the targets that

@@ -29,7 +29,7 @@ from nvpool.core.errors import (
 )
 from nvpool.core.ids import ROOT_INODE
 from nvpool.rpc.api import Buffer
-from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.rpc.messages.meta_messages import Attr
 
 SYMLINKS_MAX = 40
 """Limit of Linux; a path with more symbolic links is taken for a loop."""

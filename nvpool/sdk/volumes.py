@@ -24,6 +24,7 @@ from nvpool.core.ids import ROOT_INODE
 from nvpool.core.names import VOLUMES, check_holder, check_volume_name, member_named, path_of
 from nvpool.core.units import GIB, KIB, MIB, TIB, size_argument
 from nvpool.poolmap.file_layout import layout_of
+from nvpool.rpc.messages.meta_messages import Attr
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.sdk.argument_checks import integer, text
@@ -444,7 +445,7 @@ class AsyncVolumes:
         self._directory = attr.inode
         return attr.inode
 
-    async def _attr(self, name: str) -> pb.Attr:
+    async def _attr(self, name: str) -> Attr:
         """Attributes of the entry with that name, volume or not."""
         check_volume_name(name)
         try:

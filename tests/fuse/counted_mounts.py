@@ -65,7 +65,7 @@ class CountedMount:
     @property
     def all_asked(self):
         """Also those that the fast path answered without a handler."""
-        known = self.engine.fast_paths.cached_replies.compiled
+        known = self.engine.fast_paths.cached_replies.replies
         fast = {} if known is None else known.all_taken
         return self.asked + Counter({Op(opcode).name: count for opcode, count in fast.items()})
 

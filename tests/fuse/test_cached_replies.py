@@ -14,7 +14,7 @@ import pytest
 
 from nvpool.client.state.dirty_file import DirtyFile
 from nvpool.client.state.leases import NEVER_S, InodeLease, ShardWatch
-from nvpool.client.state.metadata_cache import CompleteDirectory, OpenInode
+from nvpool.client.state.metadata_cache import CompleteDirectory, OpenInode, typed_attr
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.vfs_types import Caller
 from nvpool.core import errors
@@ -24,11 +24,10 @@ from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Op, Opening, Valid
 from nvpool.fuse.protocol.requests import FORMS, FuseRequest
 from nvpool.rpc.messages.direntries import pack_entry
-from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.rpc.messages.meta_messages import Attr
 from tests.fuse.read_kernel import Reading
 from tests.unit.client.data.test_short_circuit import ME, Host, run_whole
 
-pytestmark = pytest.mark.compiled
 CAPABILITY = b"security.capability"
 NEW = (os.O_WRONLY | os.O_CREAT, 0o100640, 0o22, 0)
 
@@ -59,16 +58,16 @@ class Both(Reading):
 
     async def both(self, opcode, body=(), *, here=True, **more):
         """(error, reply) of the request, which is `here` if the fast path handles it."""
-        step, (notified, named, _) = self.engine.fast_paths.cached_replies.compiled, self.client_state()
+        step, (notified, named, _) = self.engine.fast_paths.cached_replies.replies, self.client_state()
         before = reply_count(step)
         compiled = await self.once(opcode, body, **more)
         assert (reply_count(step) > before) == here
         compiled_notified, compiled_named, compiled_seen = self.client_state()
         self.ops.cached_names.sent_changes.clear()
         self.ops.cached_names.sent_changes.update(notified)
-        self.engine.fast_paths.cached_replies.compiled = None
+        self.engine.fast_paths.cached_replies.replies = None
         ordinary = await self.once(opcode, body, **more)
-        self.engine.fast_paths.cached_replies.compiled = step
+        self.engine.fast_paths.cached_replies.replies = step
         ordinary_notified, ordinary_named, ordinary_seen = self.client_state()
         assert compiled == ordinary
         assert (compiled_notified, compiled_seen) == (ordinary_notified, ordinary_seen)
@@ -137,7 +136,7 @@ class Both(Reading):
 
     def on_fast_path(self, opcode, body, node, names):
         """The reply of the fast path now; None if it declines."""
-        known = self.engine.fast_paths.cached_replies.compiled
+        known = self.engine.fast_paths.cached_replies.replies
         return self._answer() if known.take(self._put(opcode, body, node, names)) else None
 
     def on_slow_path(self, opcode, body, node, names):
@@ -299,12 +298,12 @@ async def test_listed_attributes_are_served_without_decoding(kernel):
     kept = kernel.vfs.cache.attrs
     assert all(type(kept[inode][0]) is bytes for inode in made.values())
     for name, inode in made.items():
-        step = kernel.engine.fast_paths.cached_replies.compiled
+        step = kernel.engine.fast_paths.cached_replies.replies
         compiled = await kernel.once(Op.LOOKUP, (), node=there, names=(name,))
         assert reply_count(step) and type(kept[inode][0]) is bytes
         assert (await kernel.name(there, name)) == compiled
         await kernel.attributes(inode)
-    assert all(type(kept[inode][0]) is Attr for inode in made.values())  # by the slow path
+    assert all(type(kept[inode][0]) is bytes for inode in made.values())
 
 
 @on_a_mount()
@@ -331,20 +330,20 @@ async def test_uncached_attributes_are_fetched(kernel):
     await kernel.attributes(inode)
     for one in (inode, there):
         cache.forget_attr(one)
-    before = reply_count(kernel.engine.fast_paths.cached_replies.compiled)
+    before = reply_count(kernel.engine.fast_paths.cached_replies.replies)
     assert (await kernel.once(Op.GETATTR, (0, 0), node=inode))[0] == 0
     assert (await kernel.once(Op.LOOKUP, (), node=there, names=(b"none",)))[0] == -errno.ENOENT
     assert (await kernel.once(Op.LOOKUP, (), node=there, names=(b"f",)))[0] == 0
-    assert reply_count(kernel.engine.fast_paths.cached_replies.compiled) == before
+    assert reply_count(kernel.engine.fast_paths.cached_replies.replies) == before
     assert leases.held(inode) and leases.held(there)
     await kernel.attributes(inode)
     await kernel.name(there, b"f")
     for watch in {lease.watch for lease in leases.by_inode.values()}:  # the shard is silent from now on
         watch.until_s = 0.0
     cache.distrust()
-    before = reply_count(kernel.engine.fast_paths.cached_replies.compiled)
+    before = reply_count(kernel.engine.fast_paths.cached_replies.replies)
     assert (await kernel.once(Op.GETATTR, (0, 0), node=inode))[0] == 0
-    assert reply_count(kernel.engine.fast_paths.cached_replies.compiled) == before
+    assert reply_count(kernel.engine.fast_paths.cached_replies.replies) == before
 
 
 async def theirs(kernel, name, content):
@@ -391,25 +390,25 @@ def state_of(kernel, inode):
 async def test_open_read_close_leaves_the_same_state(kernel):
     content = os.urandom(3000)
     inode = await theirs(kernel, b"f", content)
-    step = kernel.engine.fast_paths.cached_replies.compiled
+    step = kernel.engine.fast_paths.cached_replies.replies
     left = {}
     for turn in range(6):
         for way in (None, step):
-            kernel.engine.fast_paths.cached_replies.compiled = way
+            kernel.engine.fast_paths.cached_replies.replies = way
             before = reply_count(step)
             opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
             assert (reply_count(step) > before) == (way is not None)
             again = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
             both = state_of(kernel, inode)
             assert await kernel.read(opened.fh, 0, 4096) == content
-            kernel.engine.fast_paths.cached_replies.compiled = way
+            kernel.engine.fast_paths.cached_replies.replies = way
             await kernel.request(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
             one = state_of(kernel, inode)
             await kernel.request(Op.RELEASE, (again.fh, 0, 0, 0), node=inode)
             left.setdefault(turn, []).append(
                 (opened.open_flags, again.open_flags, both, one, state_of(kernel, inode))
             )
-            kernel.engine.fast_paths.cached_replies.compiled = step
+            kernel.engine.fast_paths.cached_replies.replies = step
     for ordinary, compiled in list(left.values())[1:]:  # in the first turn the kernel has no pages yet
         assert ordinary == compiled
 
@@ -417,7 +416,7 @@ async def test_open_read_close_leaves_the_same_state(kernel):
 @on_a_mount()
 async def test_open_that_needs_a_message_is_left(kernel):
     inode = await theirs(kernel, b"f", b"x")
-    step = kernel.engine.fast_paths.cached_replies.compiled
+    step = kernel.engine.fast_paths.cached_replies.replies
     for flags in (os.O_RDWR, os.O_WRONLY, os.O_RDONLY | os.O_TRUNC):
         before = reply_count(step)
         opened = replies.read("open", await kernel.request(Op.OPEN, (flags, 0), node=inode))
@@ -449,7 +448,7 @@ async def test_close_with_locks_is_immediate(kernel):
     inode, handle = await kernel.create_in(there, b"f")
     await kernel.request(Op.SETLK, (handle, 7, 0, 100, fcntl.F_WRLCK, 1, 0), node=inode)
     await kernel.both(Op.FLUSH, (handle, 8, 0), node=inode, here=False)
-    taken = kernel.engine.fast_paths.cached_replies.compiled.take
+    taken = kernel.engine.fast_paths.cached_replies.replies.take
     assert not taken(0) and kernel.vfs.is_locked(inode)
     await kernel.request(Op.RELEASE, (handle, 0, 0, 0), node=inode)
     assert not kernel.vfs.is_locked(inode)
@@ -490,8 +489,7 @@ async def test_times_before_1970_and_large_numbers(kernel):
     there = await directory(kernel)
     inode, handle = await kernel.create_in(there, b"f")
     await kernel.close(inode, handle)
-    attr = Attr()
-    attr.CopyFrom(kernel.vfs.cache.attrs[inode][0])
+    attr = typed_attr(kernel.vfs.cache.attrs[inode][0])
     chance = random.Random(5)
     for change in range(1, 200):
         for field, least, most in (
@@ -508,8 +506,7 @@ async def test_times_before_1970_and_large_numbers(kernel):
         ):
             setattr(attr, field, chance.choice([least, most - 1, chance.randrange(least, most)]))
         attr.change = change + 1 << 20
-        other = Attr()
-        other.CopyFrom(attr)
+        other = Attr.FromString(attr.SerializeToString())
         kernel.vfs.cache.attrs[inode] = other, kernel.vfs.clock.boottime_s()
         await kernel.attributes(inode)
 
@@ -529,10 +526,10 @@ async def test_forgotten_inode_is_forgotten(kernel):
 @on_a_mount()
 async def test_resent_request_is_left_to_its_handler(kernel):
     there = await directory(kernel)
-    before = reply_count(kernel.engine.fast_paths.cached_replies.compiled)
+    before = reply_count(kernel.engine.fast_paths.cached_replies.replies)
     kernel.send(Op.GETATTR, (0, 0), node=there, unique=1 << 63 | 12)
     assert (await kernel.receive())[0] == 1 << 63 | 12
-    assert reply_count(kernel.engine.fast_paths.cached_replies.compiled) == before
+    assert reply_count(kernel.engine.fast_paths.cached_replies.replies) == before
 
 
 @on_a_mount()
@@ -565,7 +562,7 @@ def on_both_paths(test):
         async def all_of_it():
             async with mounted() as kernel:
                 if way == "ordinary":
-                    kernel.engine.fast_paths.cached_replies.compiled = None
+                    kernel.engine.fast_paths.cached_replies.replies = None
                 await test(kernel)
 
         run_whole(all_of_it(), 60)
@@ -765,11 +762,11 @@ def test_client_without_leases_trusts_its_cache_briefly():
                 await kernel.close(inode, handle)
                 await kernel.attributes(inode)
                 await kernel.once(Op.LOOKUP, (), names=(b"f",))
-                await kernel.name(1, b"f", here=False)
+                await kernel.name(1, b"f")
                 client.vfs.cache.distrust()
-                before = reply_count(kernel.engine.fast_paths.cached_replies.compiled)
+                before = reply_count(kernel.engine.fast_paths.cached_replies.replies)
                 for _ in range(2):
                     assert (await kernel.once(Op.GETATTR, (0, 0), node=inode))[0] == 0
-                assert reply_count(kernel.engine.fast_paths.cached_replies.compiled) == before + 1
+                assert reply_count(kernel.engine.fast_paths.cached_replies.replies) == before + 1
 
     run_whole(all_of_it(), 120)

@@ -20,7 +20,7 @@ from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
 from nvpool.core.primitives import request_frame
 from nvpool.fuse.fast_path import creates
 from nvpool.fuse.ops.kernel_cache.options import FuseOptions
-from nvpool.fuse.protocol import replies, requests
+from nvpool.fuse.protocol import replies, reply_encoder, requests
 from nvpool.fuse.protocol.constants import Op, Opening
 from nvpool.fuse.protocol.requests import FORMS, FuseRequest
 from nvpool.poolmap.model import StandbyMember
@@ -269,13 +269,12 @@ class Mounted(Reading):
 
 
 def lease_of(lease):
-    return None if lease is None else (*lease[:2], lease.grant[:4], lease.number, type(lease))
+    return None if lease is None else (lease.until_s, lease.since_s, lease.grant[:4], lease.number)
 
 
 def untimed(attr):
     """Without its times, which the shard sets."""
-    without = Attr()
-    without.CopyFrom(attr if type(attr) is Attr else attr_of(attr))
+    without = Attr.FromString((attr_of(attr) if type(attr) is bytes else attr).SerializeToString())
     without.atime_ns = without.mtime_ns = without.ctime_ns = 0
     return without.SerializeToString(deterministic=True)
 
@@ -407,7 +406,7 @@ def fast_reply(message):
         return None
     if not creates.is_new_file(reply):
         return None
-    return creates.created_reply(77, reply.entry.attr, *KEEP[0], *KEEP[1], 0x1234567890, 5)
+    return reply_encoder.created(77, reply.entry.attr, *KEEP[0], *KEEP[1], 0x1234567890, 5)
 
 
 def test_reply_is_the_one_made_from_protobuf():

@@ -13,7 +13,7 @@ from nvpool.core.units import format_bytes
 
 if TYPE_CHECKING:
     from nvpool.client.pool_client import Client
-    from nvpool.rpc.v1.meta_pb2 import Attr
+    from nvpool.rpc.messages.meta_messages import Attr
 
 WHOLE_S = 60.0
 """Time limit for the chains of a new replica count to be complete; there is nothing to copy."""

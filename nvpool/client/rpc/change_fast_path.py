@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError
 
-from nvpool.client.rpc.shard_session import ShardSession
+from nvpool.client.state.shard_session import ShardSession
 from nvpool.core.errors import CorruptFrame, Refused, Stale, StaleEpoch, StaleSession, WrongShard
 from nvpool.rpc.api import Reply
 

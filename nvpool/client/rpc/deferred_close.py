@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import struct
 
-from nvpool.client.rpc.shard_session import ShardSession
+from nvpool.client.state.shard_session import ShardSession
 from nvpool.core.errors import NvpoolError, StaleSession, WrongShard
 from nvpool.rpc.messages import read_write_codec
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
@@ -33,18 +33,12 @@ class DeferredClose:
         A failed report does no harm: the service forgets the registrations with the session.
         """
         state = self.shard_session(inode)
-        left = state.open.get(inode, 0) - count
-        if left > 0:
-            state.open[inode] = left
-        else:
-            state.open.pop(inode, None)
-        unreported = state.unreported.pop(inode, 0)
-        if unreported > count:
-            state.unreported[inode] = unreported - count
-        count -= min(unreported, count)
-        if not state.session or not count:
-            return
-        self.release_at(state, [inode] * count)
+        self.release_known(state, inode, state.remove_opens(inode, count))
+
+    def release_known(self, state: ShardSession, inode: int, count: int) -> None:
+        """Report the close of `count` registrations of which the shard may know, soon and in a batch."""
+        if state.session and count:
+            self.release_at(state, [inode] * count)
 
     def _give_up(self, state: ShardSession, slot: int) -> None:
         """Give up a slot of the previous process whose request is not replayed.

@@ -14,16 +14,16 @@ from typing import Any
 from nvpool.client.rpc.meta_client import MetaClient
 from nvpool.client.state.background_tasks import BackgroundTasks
 from nvpool.client.state.leases import InodeLease
-from nvpool.client.state.metadata_cache import DIVIDED_FLAG, MetadataCache, OpenInode
+from nvpool.client.state.metadata_cache import DIVIDED_FLAG, MetadataCache, OpenInode, typed_attr
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.pool_map_cache import PoolView
 from nvpool.core import grants
 from nvpool.core.clock import Clock
 from nvpool.core.errors import AccessDenied, LockLost, NotFound, Unavailable, WrongShard
 from nvpool.core.grants import READ, allows
+from nvpool.rpc.messages.meta_messages import Attr
 from nvpool.rpc.messages.read_write_codec import pack_inodes
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
-from nvpool.rpc.v1.meta_pb2 import Attr
 
 PARTS_TRIES_MAX = 8
 """Attempts to read a striped directory's attributes and stripes consistently.
@@ -140,7 +140,7 @@ class InodeAttributes:
 
     def take(self, entry: meta_pb2.Entry, file: OpenInode | None = None) -> Attr:
         """Store the attributes of a reply in the cache, and its grant if the inode is open."""
-        attr = entry.attr
+        attr = typed_attr(entry.attr)
         if attr.flags & DIVIDED_FLAG:  # these attributes lack the stripes' share
             self._cache.grow_old(attr.inode)
             return attr
@@ -198,7 +198,7 @@ class InodeAttributes:
         self.take(entry)
         if not self._leases.is_news(inode, sent_s):  # this client has changed the directory since the request
             self._cache.grow_old(inode)
-        return attr
+        return typed_attr(attr)
 
     async def ask_all(
         self, method: int, reply_type: type[Any], make_request: Callable[[], object]

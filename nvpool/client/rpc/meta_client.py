@@ -21,13 +21,13 @@ from nvpool.client.rpc.deferred_close import RENEW_INODES_MAX, DeferredClose
 from nvpool.client.rpc.lease_watch import keep_watch
 from nvpool.client.rpc.partition_migration import PartitionOwners
 from nvpool.client.rpc.primary_connections import PrimaryConnections
-from nvpool.client.rpc.shard_session import ShardSession
 from nvpool.client.rpc.slot_journal import PendingSlot, SlotJournal, asking
 from nvpool.client.state.client_events import ClientEvents
 from nvpool.client.state.leases import WATCH_SHARE, Leases
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.pool_map_cache import PoolView
+from nvpool.client.state.shard_session import ShardSession, ShardSessions
 from nvpool.core.clock import Clock
 from nvpool.core.errors import (
     DeadlineExceeded,
@@ -41,7 +41,7 @@ from nvpool.core.errors import (
     Unavailable,
     WrongShard,
 )
-from nvpool.core.ids import COUNTER_BITS, partition_of
+from nvpool.core.ids import partition_of
 from nvpool.core.units import SLOTS_PER_SESSION
 from nvpool.poolmap.shards.partitions import name_hasher
 from nvpool.rpc.messages import read_write_codec
@@ -78,7 +78,8 @@ class MetaClient(DeferredClose):
         self._name = name
         self._identity = int.from_bytes(clock.secret(8), "little") or 1
         self.primaries = PrimaryConnections(view, dialer, clock)
-        self.shards: dict[int, ShardSession] = {}
+        self.sessions = ShardSessions(view)
+        self.shards = self.sessions.by_shard
         self.closed = False
         self._kept = kept
         self.events = events
@@ -88,7 +89,7 @@ class MetaClient(DeferredClose):
         # hash of names in striped directories; known with the first session
         self.name_hash: Callable[[int, bytes], bytes] | None = None
         self.leases = Leases(clock, options.cached_entries, lambda inode: self.shard_session(inode).watch)
-        self.moved = PartitionOwners(self, view.map, self.shards, clock, options.deadline_s, self._state)
+        self.moved = PartitionOwners(self, view.map, self.shards, clock, options.deadline_s, self.sessions.at)
         view.changed.append(self.moved.use_map)
         self.counters = {"questions": 0, "changes": 0, "repeats": 0, "sessions": 0, "renewals": 0}
 
@@ -383,7 +384,7 @@ class MetaClient(DeferredClose):
         tries, reason = 0, None
         while True:
             try:
-                state = self._state(shard)
+                state = self.sessions.at(shard)
                 if hasattr(request, "session"):
                     if not state.session:
                         await self.ensure_session(state, deadline_s)
@@ -395,7 +396,7 @@ class MetaClient(DeferredClose):
                     raise  # its subject is at another shard by now
                 tries, reason = tries + 1, reason_of(error, reason)
                 if isinstance(error, StaleSession):
-                    self.session_lost(self._state(shard), request.session)
+                    self.session_lost(self.sessions.at(shard), request.session)
                 await self._pause(error, reason, tries, deadline_s)
 
     async def send(self, state: ShardSession, method: int, request, deadline_s: float):
@@ -448,14 +449,7 @@ class MetaClient(DeferredClose):
 
     def shard_session(self, inode: int) -> ShardSession:
         """The session state of the inode's shard; created at its first use."""
-        shard = self.view.map.shard_of_partition[inode >> COUNTER_BITS]
-        return self.shards.get(shard) or self._state(shard)
-
-    def _state(self, shard: int) -> ShardSession:
-        state = self.shards.get(shard)
-        if state is None:
-            state = self.shards[shard] = ShardSession(shard)
-        return state
+        return self.sessions.of(inode)
 
     async def _mend(
         self,
@@ -526,7 +520,7 @@ class MetaClient(DeferredClose):
     def take_over(self, opened: list[int]) -> None:
         """Continue the sessions of the previous process, which had these inodes open."""
         for shard, (record, session, secret) in self._kept.shards().items():
-            state = self._state(shard)
+            state = self.sessions.at(shard)
             state.record, state.earlier = record, (session, secret)
             state.early = self.once.take_over(shard, record)
         for inode in opened:
@@ -745,18 +739,14 @@ class MetaClient(DeferredClose):
 
     def opened(self, inode: int) -> None:
         """Record that the service has registered one more open of `inode` for this client."""
-        state = self.shard_session(inode)
-        state.open[inode] = state.open.get(inode, 0) + 1
+        self.shard_session(inode).add_open(inode)
 
-    def opened_quietly(self, inode: int, now: bool) -> None:
-        """Record an open of `inode` by a lease, without a request, to be reported later.
+    def report_open_of(self, state: ShardSession, now: bool) -> None:
+        """Report the unreported opens of this shard soon; `now`: immediately, in the background.
 
-        It is reported soon (`now`: immediately, in the background), or before another client changes the
-        inode. An open that is closed before that is never reported.
+        They are reported before another client changes the inode in any case. An open that is closed before
+        that is never reported.
         """
-        state = self.shard_session(inode)
-        state.open[inode] = state.open.get(inode, 0) + 1
-        state.unreported[inode] = state.unreported.get(inode, 0) + 1
         if now:
             state.report_now.set()
         if state.reporting is None or state.reporting.done():

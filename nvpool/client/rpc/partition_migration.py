@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from nvpool.client.rpc.deferred_close import RENEW_INODES_MAX
-from nvpool.client.rpc.shard_session import ShardSession
 from nvpool.client.rpc.slot_journal import SlotJournal
 from nvpool.client.state.leases import Leases
+from nvpool.client.state.shard_session import ShardSession
 from nvpool.core.clock import Clock
 from nvpool.core.errors import NvpoolError
 from nvpool.core.ids import partition_of

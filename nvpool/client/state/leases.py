@@ -14,9 +14,9 @@ no requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
-from nvpool.core.clock import Clock
+from nvpool.core import primitives
+from nvpool.core.clock import Clock, SystemClock
 from nvpool.core.containers.bounded_map import too_old
 from nvpool.core.ids import COUNTER_BITS
 
@@ -24,6 +24,7 @@ NEVER_S = float("-inf")
 _ENDED_MAX = 16384
 WATCH_SHARE = 0.95
 """Share of the announced times that is used, as two hosts' clocks run at different rates."""
+_NEVER_S, _SHARE, _NS_PER_MS = NEVER_S, WATCH_SHARE, 1_000_000
 
 
 class ShardWatch:
@@ -41,18 +42,25 @@ class ShardWatch:
         self.used = False
 
 
-class InodeLease(NamedTuple):
-    """A lease on one inode, or on many inodes of one listing.
+class InodeLease:
+    """A lease on one inode, or on many inodes of one listing. It never changes.
 
     `grant` came with the lease or later: the right to read the inode, or b"". A lease that continues another
     one without a gap keeps its `number`.
     """
 
-    until_s: float
-    since_s: float
-    grant: bytes
-    watch: ShardWatch
-    number: int
+    __slots__ = ("until_s", "since_s", "grant", "watch", "number")
+
+    def __init__(self, until_s: float, since_s: float, grant: bytes, watch: ShardWatch, number: int) -> None:
+        self.until_s = until_s
+        self.since_s = since_s
+        self.grant = grant
+        self.watch = watch
+        self.number = number
+
+    def replaced(self, until_s: float, grant: bytes) -> InodeLease:
+        """This lease with another end and another grant."""
+        return InodeLease(until_s, self.since_s, grant, self.watch, self.number)
 
 
 class Leases:
@@ -60,22 +68,36 @@ class Leases:
 
     def __init__(self, clock: Clock, count_max: int, watch_of: Callable[[int], ShardWatch]) -> None:
         self._clock = clock
+        self._is_system = type(clock) is SystemClock
         self.count_max = count_max
         self._watch_of = watch_of
         self.by_inode: dict[int, InodeLease] = {}
         self.last_number = 0
-        self.on_end_all: Callable[[], None] = lambda: None
+        self.on_end_all: Callable[[], None] = _nothing
         """Called when all leases of a shard end together, without a recall of each inode. Must not wait."""
+
+    def now_s(self) -> float:
+        """The present time of the client's clock."""
+        return primitives.boottime_s() if self._is_system else self._clock.boottime_s()
+
+    def now_ms(self) -> int:
+        """The present wall time in milliseconds, in which grants end."""
+        wall_ns = primitives.wall_ns() if self._is_system else self._clock.wall_ns()
+        return wall_ns // _NS_PER_MS
 
     def held(self, inode: int) -> InodeLease | None:
         """The lease on the inode if it is held now; else None."""
+        return self.held_at(inode, self.now_s())
+
+    def held_at(self, inode: int, now_s: float) -> InodeLease | None:
+        """As `held`, for a caller that has just read the clock."""
         lease = self.by_inode.get(inode)
         if lease is None:
             return None
-        now_s = self._clock.boottime_s()
-        if now_s >= lease.until_s or now_s >= lease.watch.until_s:
+        watch = lease.watch
+        if now_s >= lease.until_s or now_s >= watch.until_s:
             return None
-        lease.watch.used = True
+        watch.used = True
         return lease
 
     def keeps_bytes(self, inode: int) -> bool:
@@ -84,23 +106,32 @@ class Leases:
         True while the lease is held, and for the watch's `linger_s` after it.
         """
         lease = self.by_inode.get(inode)
-        return lease is not None and (
-            self._clock.boottime_s() < min(lease.until_s, lease.watch.until_s) + lease.watch.linger_s
-        )
+        if lease is None:
+            return False
+        watch = lease.watch
+        until_s = lease.until_s if lease.until_s < watch.until_s else watch.until_s
+        return self.now_s() < until_s + watch.linger_s
 
     def take(self, inode: int, lease_ms: int, sent_s: float, grant: bytes = b"") -> InodeLease | None:
         """Record the lease of a reply to a request sent at `sent_s`. Return the lease if it is held now."""
-        watch = self._watch_of(inode)
-        if not lease_ms or sent_s <= watch.floor_s or sent_s <= watch.ended.get(inode, NEVER_S):
+        return self.take_at(self._watch_of(inode), inode, lease_ms, sent_s, grant, self.now_s())
+
+    def take_at(
+        self, watch: ShardWatch, inode: int, lease_ms: int, sent_s: float, grant: bytes, now_s: float
+    ) -> InodeLease | None:
+        """As `take`, for a caller that knows the watch of the inode's shard and has just read the clock."""
+        if not lease_ms or not _is_news(watch, inode, sent_s):
             return None
-        now_s = self._clock.boottime_s()
-        until_s = sent_s + lease_ms * WATCH_SHARE / 1000
+        until_s = sent_s + lease_ms * _SHARE / 1000
         leases = self.by_inode
         before = leases.pop(inode, None)
         if before is not None and now_s < before.until_s:  # the earlier lease has not ended in between
-            lease = before._replace(until_s=max(before.until_s, until_s), grant=grant or before.grant)
+            if before.until_s > until_s:
+                until_s = before.until_s
+            lease = before.replaced(until_s, grant or before.grant)
         else:
-            lease = InodeLease(until_s, now_s, grant, watch, self._next())
+            self.last_number += 1
+            lease = InodeLease(until_s, now_s, grant, watch, self.last_number)
         leases[inode] = lease
         if len(leases) > self.count_max:
             for old in too_old(leases, self.count_max):
@@ -109,10 +140,6 @@ class Leases:
             return None
         watch.used = True
         return lease
-
-    def _next(self) -> int:
-        self.last_number += 1
-        return self.last_number
 
     def take_all(
         self, inodes: list[int], lease_ms: int, sent_s: float, grants: list[bytes] | None = None
@@ -133,14 +160,13 @@ class Leases:
                 self.take(inode, lease_ms, sent_s, grants[at] if grants else b"")
                 for at, inode in enumerate(inodes)
             ]
-        lease = InodeLease(
-            sent_s + lease_ms * WATCH_SHARE / 1000, self._clock.boottime_s(), b"", watch, self._next()
-        )
-        until_s, since_s, _, _, number = lease
+        until_s, now_s = sent_s + lease_ms * WATCH_SHARE / 1000, self.now_s()
+        self.last_number += 1
+        number = self.last_number
         leases = (
-            [lease] * len(inodes)
-            if not grants
-            else [InodeLease(until_s, since_s, grant, watch, number) for grant in grants]
+            [InodeLease(until_s, now_s, grant, watch, number) for grant in grants]
+            if grants
+            else [InodeLease(until_s, now_s, b"", watch, number)] * len(inodes)
         )
         self.by_inode.update(zip(inodes, leases, strict=True))
         for old in too_old(self.by_inode, self.count_max):
@@ -159,7 +185,7 @@ class Leases:
             return
         lease = self.held(inode)
         if lease is not None:
-            self.by_inode[inode] = lease._replace(grant=grant)
+            self.by_inode[inode] = lease.replaced(lease.until_s, grant)
 
     def lacks_grant(self, inode: int) -> bool:
         """Whether there is a lease on the inode that came without the right to read."""
@@ -168,8 +194,7 @@ class Leases:
 
     def is_news(self, inode: int, sent_s: float) -> bool:
         """Whether a request sent at `sent_s` is later than this client's last change of the inode."""
-        watch = self._watch_of(inode)
-        return sent_s > watch.floor_s and sent_s > watch.ended.get(inode, NEVER_S)
+        return _is_news(self._watch_of(inode), inode, sent_s)
 
     def outdated(self, inodes: list[int], sent_s: float) -> set[int]:
         """The inodes for which `is_news` is false."""
@@ -188,11 +213,11 @@ class Leases:
 
     def forget(self, inode: int) -> None:
         """End the lease after this client changed the inode and does not know its new state."""
-        self._end(self._watch_of(inode), inode, self._clock.boottime_s())
+        self._end(self._watch_of(inode), inode, self.now_s())
 
     def end(self, watch: ShardWatch, inodes: Iterable[int]) -> None:
         """End the leases that the shard has recalled."""
-        now_s = self._clock.boottime_s()
+        now_s = self.now_s()
         for inode in inodes:
             self._end(watch, inode, now_s)
 
@@ -206,8 +231,22 @@ class Leases:
 
     def end_all(self, watch: ShardWatch) -> None:
         """End all leases of one shard."""
-        watch.floor_s = self._clock.boottime_s()
+        watch.floor_s = self.now_s()
         watch.ended.clear()
         self.on_end_all()
         for inode in [inode for inode, lease in self.by_inode.items() if lease.watch is watch]:
             del self.by_inode[inode]
+
+
+def _is_news(watch: ShardWatch, inode: int, sent_s: float) -> bool:
+    """Whether a request sent at `sent_s` is later than the end of the inode's last lease."""
+    if sent_s <= watch.floor_s:
+        return False
+    if not watch.ended:
+        return True
+    ended_s = watch.ended.get(inode, _NEVER_S)
+    return sent_s > ended_s
+
+
+def _nothing() -> None:
+    """Default callback for the end of all leases: nothing is kept under a lease."""

@@ -15,17 +15,20 @@ import asyncio
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import repeat
+from typing import Any
 
 from nvpool.client.state.client_events import ClientEvents
 from nvpool.client.state.leases import InodeLease, Leases
 from nvpool.client.state.options import ClientOptions
 from nvpool.core import grants
-from nvpool.core.clock import Clock
 from nvpool.core.containers.bounded_map import too_old
+from nvpool.core.errors import StaleGrant
+from nvpool.core.primitives import ByteReader
 from nvpool.core.units import NAME_BYTES_MAX
 from nvpool.poolmap.file_layout import Layout
-from nvpool.rpc.messages.direntries import DirectoryPage, attr_of, change_of
-from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.rpc.messages import direntries
+from nvpool.rpc.messages.direntries import DirectoryPage
+from nvpool.rpc.messages.meta_messages import Attr
 from nvpool.security.volume_keys import VolumeKey
 
 S_IFMT, S_IFREG = 0o170000, 0o100000
@@ -35,7 +38,15 @@ NO_END = 1 << 63
 """An end that no file reaches."""
 
 
+_GRANT_BYTES, _GRANT_VERSION, _ENCRYPTED = grants.GRANT_BYTES, 1, grants.ENCRYPTED
+_S_IFMT, _S_IFREG, _NEVER_S, _NO_END, _NAME_MAX = S_IFMT, S_IFREG, NEVER_S, NO_END, NAME_BYTES_MAX
 _layout_of = lru_cache(maxsize=64)(Layout)
+_in = ByteReader()
+
+
+def typed_attr(attr: Any) -> Attr:
+    """These attributes of a reply as the object that the cache holds."""
+    return attr if type(attr) is Attr else Attr.FromString(attr.SerializeToString())
 
 
 class OpenInode:
@@ -86,16 +97,21 @@ class OpenInode:
     )
 
     def __init__(self, attr: Attr) -> None:
-        chunk_bits, volume, cut = attr.chunk_bits, attr.volume, attr.cut
-        self.inode = attr.inode
-        self.layout = _layout_of(attr.table, chunk_bits)
-        self.chunk_bits = chunk_bits
-        self.chunk_mask = (1 << chunk_bits) - 1
+        """`attr`: its present attributes, which may be those of a protobuf message."""
+        self.begin(typed_attr(attr))
+
+    def begin(self, attr: Attr) -> None:
+        """Set all attributes of a new object; `attr`: the present ones of the inode."""
+        one, cut = 1, attr.cut
         self.attr = attr
-        self.attr_born_s = NEVER_S
-        self.volume = volume
+        self.inode = attr.inode
+        self.layout = _layout_of(attr.table, attr.chunk_bits)
+        self.chunk_bits = attr.chunk_bits
+        self.chunk_mask = (one << (attr.chunk_bits & 63)) - 1
+        self.attr_born_s = _NEVER_S
+        self.volume = attr.volume
         # the size up to which the volume's quota is reserved for the file
-        self.paid = attr.size if volume else NO_END
+        self.paid = attr.size if attr.volume else _NO_END
         self.encrypted = False  # whether its volume is encrypted, as a grant has said
         self.key: VolumeKey | None = None  # the volume's key, from the first read or write of its bytes on
         self.cut = cut
@@ -120,7 +136,7 @@ class OpenInode:
         self.missed = False  # a read has gone to a store; for most files that first read is the only one
         # the oldest unanswered request for attributes; `looking_s`: when it was sent
         self.looking: asyncio.Task[None] | None = None
-        self.looking_s = NEVER_S
+        self.looking_s = _NEVER_S
         self.foreign = False  # another client has changed the inode since the last lock request here
         # its locks ended before this client released them: users must open the file again
         self.lost = False
@@ -144,15 +160,25 @@ class OpenInode:
         """Use the grant `raw` from now on, unless it is weaker than the present one."""
         if not raw:
             return
-        rights, session, cut, ends_ms = grants.terms(raw)
+        if len(raw) != _GRANT_BYTES or raw[0] != _GRANT_VERSION:
+            raise StaleGrant("not a grant of a version that is known here")
+        source = _in
+        source.open(raw)
+        source.u8()
+        rights = source.u8()
+        source.u16()
+        session = source.u64()
+        source.u64()
+        cut = source.u64()
+        ends_ms = source.i64()
         if cut < self.cut or (self.grant_rights & ~rights and cut == self.grant_cut):
             return
         self.grant = raw
         self.grant_session = session
         self.grant_cut = cut
-        self.grant_rights = rights & ~grants.ENCRYPTED
-        self.encrypted = bool(rights & grants.ENCRYPTED)
-        self.grant_half_ms = now_ms + (ends_ms - now_ms) // 2
+        self.grant_rights = rights & ~_ENCRYPTED
+        self.encrypted = rights & _ENCRYPTED != 0
+        self.grant_half_ms = now_ms + (ends_ms - now_ms >> 1)
         self.grant_used = False
 
 
@@ -176,21 +202,40 @@ class CompleteDirectory:
         self.ours = ours
 
 
-def _change_of(attr: Attr | bytes) -> int:
-    return change_of(attr) if type(attr) is bytes else attr.change
+def _change_of(attr: Any) -> int:
+    """The change number of cached attributes, which may be a record of a listing."""
+    if type(attr) is bytes:
+        return direntries.change_of(attr)
+    change: int = attr.change
+    return change
+
+
+def _cut_of(grant: bytes) -> int:
+    """The truncate number in a grant."""
+    source = _in
+    source.open(grant)
+    source.u32()
+    source.u64()
+    source.u64()
+    return source.u64()
+
+
+def _decoded(attr: Any) -> Attr:
+    """Cached attributes, which may be a record of a listing, as an object."""
+    return direntries.attr_of(attr) if type(attr) is bytes else attr
 
 
 _WHOLE_DIRECTORIES_MAX = 64
-RENAMED_MAX = 4096
+_RENAMED_MAX = 4096
 
 
 class MetadataCache:
     """Attributes, entries and open inodes of one client."""
 
-    def __init__(self, options: ClientOptions, clock: Clock, leases: Leases, events: ClientEvents):
+    def __init__(self, options: ClientOptions, leases: Leases, events: ClientEvents):
         self.leases = leases
         self.open: dict[int, OpenInode] = {}
-        # an attribute value is a raw record of rpc/messages/direntries if it came from a listing
+        # an attribute value is a record of rpc/messages/direntries if it came from a listing
         self.attrs: dict[int, tuple[Attr | bytes, float]] = {}
         # (inode, when it was true, when it was requested, the lease on the inode from the same reply)
         self.entries: dict[tuple[int, bytes], tuple[int, float, float, InodeLease | None]] = {}
@@ -200,27 +245,38 @@ class MetadataCache:
         self.complete_dirs: dict[int, CompleteDirectory] = {}
         self.whole_names = 0
         """Number of names in complete directories."""
-        self.trusted_from_s = NEVER_S
+        self.trusted_from_s = _NEVER_S
+        self.name_cover = 0
+        """The inode whose lease covers the name that `entry` has found last; 0: there is none."""
         self.options = options
-        self._clock = clock
+        self._cached_max = options.cached_entries
         self._events = events
 
     # -- attributes ----------------------------------------------------------------------------------------------------
 
     def attr(self, inode: int, age_s: float) -> Attr | None:
         """The attributes, if under a lease or true within the last `age_s`; else None."""
-        opened = self.open.get(inode)
-        attr, born_s = (
-            (opened.attr, opened.attr_born_s)
-            if opened is not None
-            else self.attrs.get(inode, (None, NEVER_S))
-        )
-        if attr is None or (not self.is_believed(born_s, age_s) and self.leases.held(inode) is None):
+        return self.attr_at(inode, age_s, self.leases.now_s())
+
+    def attr_at(self, inode: int, age_s: float, now_s: float) -> Attr | None:
+        """As `attr`, for a caller that has just read the clock."""
+        file = self.open.get(inode)
+        if file is not None:
+            if (
+                not self._is_fresh(file.attr_born_s, age_s, now_s)
+                and self.leases.held_at(inode, now_s) is None
+            ):
+                return None
+            return file.attr
+        known = self.attrs.get(inode)
+        if known is None:
             return None
-        if type(attr) is bytes:
-            attr = attr_of(attr)
-            self.attrs[inode] = attr, born_s
-        return attr
+        if not self._is_fresh(known[1], age_s, now_s) and self.leases.held_at(inode, now_s) is None:
+            return None
+        return _decoded(known[0])
+
+    def _is_fresh(self, born_s: float, age_s: float, now_s: float) -> bool:
+        return born_s + age_s > now_s and born_s >= self.trusted_from_s
 
     def newer(self, inode: int, change: int) -> Attr | None:
         """The cached attributes if they are newer than `change`; else None.
@@ -233,45 +289,35 @@ class MetadataCache:
             if opened is not None and not opened.unsure
             else self.attrs.get(inode, (None, NEVER_S))[0]
         )
-        if held is None or _change_of(held) <= change:
-            return None
-        return attr_of(held) if type(held) is bytes else held
+        return None if held is None or _change_of(held) <= change else _decoded(held)
 
     def known_attr(self, inode: int) -> Attr | None:
         """The newest attributes that the client ever received, however old they are."""
         opened = self.open.get(inode)
         held = opened.attr if opened is not None else self.attrs.get(inode, (None, NEVER_S))[0]
-        return attr_of(held) if type(held) is bytes else held
+        return None if held is None else _decoded(held)
 
     def flags(self, inode: int) -> int | None:
         """The flags of the cached attributes, however old they are."""
-        opened = self.open.get(inode)
-        attr, born_s = (
-            (opened.attr, NEVER_S) if opened is not None else self.attrs.get(inode, (None, NEVER_S))
-        )
-        if type(attr) is bytes:
-            attr = attr_of(attr)
-            self.attrs[inode] = attr, born_s
+        attr = self.known_attr(inode)
         return None if attr is None else attr.flags
 
     def mode(self, inode: int) -> int | None:
         """The mode of the cached attributes, however old. The type of an inode does not change."""
-        opened = self.open.get(inode)
-        attr = opened.attr if opened is not None else self.attrs.get(inode, (None, NEVER_S))[0]
-        return None if attr is None else (attr_of(attr) if type(attr) is bytes else attr).mode
+        attr = self.known_attr(inode)
+        return None if attr is None else attr.mode
 
     def entries_of(self, directory: int) -> int:
         """The last known number of names in the directory; 0 if it is not known."""
-        opened = self.open.get(directory)
-        attr = opened.attr if opened is not None else self.attrs.get(directory, (None, NEVER_S))[0]
-        return 0 if attr is None else (attr_of(attr) if type(attr) is bytes else attr).size
+        attr = self.known_attr(directory)
+        return 0 if attr is None else attr.size
 
     def is_believed(self, born_s: float, age_s: float) -> bool:
         """Whether data requested at `born_s` may be used for `age_s`.
 
         False if a lock was acquired since.
         """
-        return born_s + age_s > self._clock.boottime_s() and born_s >= self.trusted_from_s
+        return self._is_fresh(born_s, age_s, self.leases.now_s())
 
     def distrust(self) -> None:
         """Distrust all data learned before now that is not under a lease.
@@ -279,62 +325,67 @@ class MetadataCache:
         Called after a lock was acquired: this client must see what others did before they released the lock.
         Data under a lease needs no distrust, because its lease would have been recalled.
         """
-        self.trusted_from_s = self._clock.boottime_s()
+        self.trusted_from_s = self.leases.now_s()
 
-    def put_attr(self, attr: Attr, *, ours: bool = False) -> None:
+    def put_attr(self, attr: Any, *, ours: bool = False) -> None:
         """Cache `attr`, unless the cached attributes are newer: replies may overtake one another.
 
         `ours`: the reply to a write of this client. Then a change number that grew by one is not a foreign
-        change.
+        change. The attributes may be those of a protobuf message.
         """
-        now_s = self._clock.boottime_s()
-        whole = self.complete_dirs.get(attr.inode)
-        if whole is not None and attr.change > whole.change:
-            self.forget_whole(attr.inode)
-        opened = self.open.get(attr.inode)
-        if opened is not None:
-            if attr.change >= opened.attr.change or opened.unsure:
-                opened.unsure = False
-                if attr.change != opened.attr.change:
-                    self.notify_changed(opened)
-                if attr.change > opened.attr.change + ours:
-                    opened.foreign = True
-                opened.attr = attr
-                opened.attr_born_s = now_s
-                if attr.cut > opened.cut:
-                    before, opened.cut, opened.truncated = opened.cut, attr.cut, attr.cut - attr.punches
-                    if opened.written is not None and opened.truncated > before:
-                        for listener in self._events.file_truncated:
-                            listener(opened)
-                    if opened.volume and opened.truncated > before:
-                        opened.paid = opened.size
+        self._put(typed_attr(attr), ours, self.leases.now_s())
+
+    def _put(self, attr: Attr, ours: bool, now_s: float) -> None:
+        inode: Any = attr.inode
+        opened = self.open.get(inode)
+        if opened is None:
+            self.put_closed(attr, inode, now_s)
             return
-        self._keep(attr, attr.inode, now_s)
+        self._note_directory(attr, inode)
+        present = opened.attr
+        if attr.change < present.change and not opened.unsure:
+            return
+        opened.unsure = False
+        if attr.change != present.change:
+            self.notify_changed(opened)
+        if attr.change > present.change + ours:
+            opened.foreign = True
+        opened.attr = attr
+        opened.attr_born_s = now_s
+        if attr.cut > opened.cut:
+            before, opened.cut, opened.truncated = opened.cut, attr.cut, attr.cut - attr.punches
+            if opened.truncated > before:
+                if opened.written is not None:
+                    for listener in self._events.file_truncated:
+                        listener(opened)
+                if opened.volume:
+                    opened.paid = opened.size
 
     def notify_changed(self, file: OpenInode) -> None:
         """Notify the other parts of the client that the open inode has changed."""
         for listener in self._events.file_changed:
             listener(file)
 
-    def put_closed(self, attr: Attr, inode: int) -> Attr:
+    def put_closed(self, attr: Attr, inode: int, now_s: float) -> Attr:
         """As `put_attr`, for an inode that is not open; return the newest known attributes."""
-        whole = self.complete_dirs.get(inode) if self.complete_dirs else None
+        self._note_directory(attr, inode)
+        newest: Any = attr
+        attrs = self.attrs
+        known = attrs.pop(inode, None)
+        if known is not None and _change_of(known[0]) > attr.change:
+            newest = known[0]
+        attrs[inode] = (newest, now_s)
+        if len(attrs) > self._cached_max:
+            _trim(attrs, self._cached_max)
+        return _decoded(newest)
+
+    def _note_directory(self, attr: Attr, inode: int) -> None:
+        """Forget the complete list of names of a directory that others have changed."""
+        if not self.complete_dirs:
+            return
+        whole = self.complete_dirs.get(inode)
         if whole is not None and attr.change > whole.change:
             self.forget_whole(inode)
-        newest = self._keep(attr, inode, self._clock.boottime_s())
-        return attr_of(newest) if type(newest) is bytes else newest
-
-    def _keep(self, attr: Attr, inode: int, now_s: float) -> Attr | bytes:
-        attrs = self.attrs
-        newest: Attr | bytes = attr
-        held = attrs.pop(inode, None)
-        if held is not None and _change_of(held[0]) > attr.change:
-            newest = held[0]
-        attrs[inode] = (newest, now_s)
-        if len(attrs) > self.options.cached_entries:
-            for old in too_old(attrs, self.options.cached_entries):
-                del attrs[old]
-        return newest
 
     def put_attrs(self, listed: DirectoryPage) -> bool:
         """Cache the attributes of all entries of a listing; return whether this was possible.
@@ -354,7 +405,7 @@ class MetadataCache:
             return False
         for inode in known:
             del attrs[inode]  # reinsert at the end: the first ones of the dict are the oldest
-        attrs.update(zip(listed.inodes, zip(listed.records, repeat(self._clock.boottime_s())), strict=False))
+        attrs.update(zip(listed.inodes, zip(listed.records, repeat(self.leases.now_s())), strict=False))
         for old in too_old(attrs, self.options.cached_entries):
             del attrs[old]
         return True
@@ -394,27 +445,37 @@ class MetadataCache:
 
         A name is known to be absent only under a lease on its directory.
         """
-        inode, born_s, sent_s, lease = self.entries.get((parent, name), (None, NEVER_S, NEVER_S, None))
-        if inode is None or (
-            inode and self.is_believed(born_s, age_s) and self.leases.is_news(inode, sent_s)
-        ):
+        return self.entry_at(parent, name, age_s, self.leases.now_s())
+
+    def entry_at(self, parent: int, name: bytes, age_s: float, now_s: float) -> int | None:
+        """As `entry`, for a caller that has just read the clock."""
+        self.name_cover = 0
+        known = self.entries.get((parent, name))
+        if known is None:
+            return None
+        inode: Any = known[0]
+        if inode and self._is_fresh(known[1], age_s, now_s) and self.leases.is_news(inode, known[2]):
             return inode
-        return inode if self._cover(parent, inode, sent_s, lease) else None
+        self.name_cover = self._cover(parent, known, now_s)
+        return inode if self.name_cover else None
 
     def cover(self, parent: int, name: bytes, inode: int) -> int:
         """The inode whose lease covers the name of `inode`: its own or the directory's; 0: none."""
         known = self.entries.get((parent, name))
-        return (
-            self._cover(parent, inode, known[2], known[3]) if known is not None and known[0] == inode else 0
-        )
+        if known is None or known[0] != inode:
+            return 0
+        return self._cover(parent, known, self.leases.now_s())
 
-    def _cover(self, parent: int, inode: int, sent_s: float, lease: InodeLease | None) -> int:
-        held = self.leases.held(inode) if inode else None
-        if held is not None and (
-            sent_s >= held.since_s or (lease is not None and held.number == lease.number)
-        ):
-            return inode
-        held = self.leases.held(parent)
+    def _cover(self, parent: int, known: tuple[int, float, float, InodeLease | None], now_s: float) -> int:
+        inode: Any = known[0]
+        sent_s = known[2]
+        if inode:
+            held = self.leases.held_at(inode, now_s)
+            if held is not None:
+                lease = known[3]
+                if sent_s >= held.since_s or (lease is not None and held.number == lease.number):
+                    return inode
+        held = self.leases.held_at(parent, now_s)
         return parent if held is not None and sent_s >= held.since_s else 0
 
     def names_of(self, inode: int) -> list[tuple[int, bytes]]:
@@ -429,14 +490,24 @@ class MetadataCache:
         `lease`: the inode's lease, from the same reply. Ignored if this client has changed names of the
         directory since `sent_s`, the time of the request.
         """
-        if sent_s <= self.renamed_s.get(parent, self.renamed_floor_s):
+        if sent_s <= self._renamed_s(parent):
             return
+        self._put_entry(parent, name, inode, sent_s, lease, self.leases.now_s())
+
+    def _put_entry(
+        self, parent: int, name: bytes, inode: int, sent_s: float, lease: InodeLease | None, now_s: float
+    ) -> None:
+        entries = self.entries
         key = (parent, name)
-        self.entries.pop(key, None)
-        self.entries[key] = (inode, self._clock.boottime_s(), sent_s, lease)
-        if len(self.entries) > self.options.cached_entries:
-            for old in too_old(self.entries, self.options.cached_entries):
-                del self.entries[old]
+        entries.pop(key, None)
+        entries[key] = (inode, now_s, sent_s, lease)
+        if len(entries) > self._cached_max:
+            _trim(entries, self._cached_max)
+
+    def _renamed_s(self, parent: int) -> float:
+        """When this client has last changed a name in the directory, or may have."""
+        known: Any = self.renamed_s.get(parent)
+        return self.renamed_floor_s if known is None else known
 
     def put_entries(
         self,
@@ -450,20 +521,26 @@ class MetadataCache:
 
         Names that are known already keep their place in the order of eviction.
         """
-        if sent_s <= self.renamed_s.get(parent, self.renamed_floor_s):
+        if sent_s <= self._renamed_s(parent):
             return
-        known = zip(inodes, repeat(self._clock.boottime_s()), repeat(sent_s), leases)
+        known = zip(inodes, repeat(self.leases.now_s()), repeat(sent_s), leases)
         self.entries.update(zip(zip(repeat(parent), names), known, strict=False))
         for old in too_old(self.entries, self.options.cached_entries):
             del self.entries[old]
 
     def forget_entry(self, parent: int, name: bytes) -> None:
         """Drop a name that this client is about to change or has changed."""
+        self.forget_entry_at(parent, name, self.leases.now_s())
+
+    def forget_entry_at(self, parent: int, name: bytes, now_s: float) -> None:
+        """As `forget_entry`, for a caller that has just read the clock."""
         self.entries.pop((parent, name), None)
-        self.renamed_s.pop(parent, None)
-        self.renamed_s[parent] = self._clock.boottime_s()
-        for old in too_old(self.renamed_s, RENAMED_MAX):
-            self.renamed_floor_s = max(self.renamed_floor_s, self.renamed_s.pop(old))
+        renamed = self.renamed_s
+        renamed.pop(parent, None)
+        renamed[parent] = now_s
+        if len(renamed) > _RENAMED_MAX:
+            for old in too_old(renamed, _RENAMED_MAX):
+                self.renamed_floor_s = max(self.renamed_floor_s, renamed.pop(old))
 
     def put_own_entry(
         self, parent: int, name: bytes, inode: int, sent_s: float, lease: InodeLease | None = None
@@ -472,10 +549,14 @@ class MetadataCache:
 
         `inode` 0: no such name.
         """
-        self.forget_entry(parent, name)
-        self.entries[parent, name] = inode, self._clock.boottime_s(), sent_s, lease
-        for old in too_old(self.entries, self.options.cached_entries):
-            del self.entries[old]
+        self.put_own_entry_at(parent, name, inode, sent_s, lease, self.leases.now_s())
+
+    def put_own_entry_at(
+        self, parent: int, name: bytes, inode: int, sent_s: float, lease: InodeLease | None, now_s: float
+    ) -> None:
+        """As `put_own_entry`, for a caller that has just read the clock."""
+        self.forget_entry_at(parent, name, now_s)
+        self._put_entry(parent, name, inode, sent_s, lease, now_s)
 
     # -- complete directories ------------------------------------------------------------------------------------------
 
@@ -551,10 +632,17 @@ class MetadataCache:
 
         The directory is completely known, and its attributes are under a lease or at most `age_s` old.
         """
+        return self.is_absent_at(parent, name, age_s, self.leases.now_s())
+
+    def is_absent_at(self, parent: int, name: bytes, age_s: float, now_s: float) -> bool:
+        """As `is_absent`, for a caller that has just read the clock."""
         if not self.is_missed(parent, name):
             return False
-        attr = self.attr(parent, age_s)
-        return attr is not None and attr.change == self.complete_dirs[parent].change
+        attr = self.attr_at(parent, age_s, now_s)
+        if attr is None:
+            return False
+        whole = self.complete_dirs[parent]
+        return attr.change == whole.change
 
     def is_missed(self, parent: int, name: bytes) -> bool:
         """Whether the directory was completely known and lacks the name.
@@ -562,12 +650,9 @@ class MetadataCache:
         False for a name that is too long.
         """
         whole = self.complete_dirs.get(parent)
-        return (
-            whole is not None
-            and whole.ours is None
-            and name not in whole.names
-            and len(name) <= NAME_BYTES_MAX
-        )
+        if whole is None or whole.ours is not None:
+            return False
+        return name not in whole.names and len(name) <= _NAME_MAX
 
     def forget_whole(self, inode: int) -> None:
         whole = self.complete_dirs.pop(inode, None)
@@ -576,33 +661,42 @@ class MetadataCache:
 
     # -- open inodes ---------------------------------------------------------------------------------------------------
 
-    def hold(self, attr: Attr) -> OpenInode:
+    def hold(self, attr: Any) -> OpenInode:
         """Count one more handle of the inode of `attr`; return its open inode."""
-        opened = self.open.get(attr.inode)
+        found = typed_attr(attr)
+        inode: Any = found.inode
+        opened = self.open.get(inode)
         if opened is None:
-            opened = self.open[attr.inode] = OpenInode(attr)
-            self.attrs.pop(attr.inode, None)
+            opened = self.open[inode] = OpenInode(found)
+            self.attrs.pop(inode, None)
         opened.handles += 1
-        self.put_attr(attr)
+        self._put(found, False, self.leases.now_s())
         return opened
 
-    def hold_leased(self, inode: int) -> OpenInode | None:
-        """As `hold`, for a file that is not open, with the cached attributes.
-
-        The caller has a lease on the inode, so the attributes are current. None: no attributes are cached, or
-        the inode is not a regular file with a name.
-        """
-        attr, _ = self.attrs.get(inode, (None, NEVER_S))
-        if attr is None:
-            return None
-        if type(attr) is bytes:
-            attr = attr_of(attr)
-        if attr.mode & S_IFMT != S_IFREG or not attr.links:
-            return None
-        del self.attrs[inode]
-        opened = self.open[inode] = OpenInode(attr)
-        opened.attr_born_s = self._clock.boottime_s()
+    def hold_new(self, attr: Attr, inode: int, now_s: float) -> OpenInode:
+        """As `hold`, for an inode that is not open; `attr` was true at `now_s`, or is under a lease."""
+        opened = OpenInode.__new__(OpenInode)
+        opened.begin(attr)
+        opened.attr_born_s = now_s
         opened.handles = 1
+        self.open[inode] = opened
+        self.attrs.pop(inode, None)
+        return opened
+
+    def hold_leased(self, inode: int, grant: bytes, now_s: float, now_ms: int) -> OpenInode | None:
+        """As `hold`, for a file that is not open, with the cached attributes and this grant.
+
+        The caller has a lease on the inode, so the attributes are current. None: no attributes are cached, the
+        inode is not a regular file with a name, or the grant is of no use. Then nothing has happened.
+        """
+        known = self.attrs.get(inode)
+        if known is None or len(grant) != _GRANT_BYTES or grant[0] != _GRANT_VERSION:
+            return None
+        attr = _decoded(known[0])
+        if attr.mode & _S_IFMT != _S_IFREG or not attr.links or _cut_of(grant) < attr.cut:
+            return None
+        opened = self.hold_new(attr, inode, now_s)
+        opened.adopt_grant(grant, now_ms)
         return opened
 
     def drop(self, opened: OpenInode) -> bool:
@@ -610,8 +704,15 @@ class MetadataCache:
         opened.handles -= 1
         if opened.handles > 0:
             return False
-        if self.open.get(opened.inode) is opened:
-            del self.open[opened.inode]
+        inode: Any = opened.inode
+        if self.open.get(inode) is opened:
+            del self.open[inode]
             if opened.attr.links:
-                self.attrs[opened.inode] = (opened.attr, opened.attr_born_s)
+                self.attrs[inode] = (opened.attr, opened.attr_born_s)
         return True
+
+
+def _trim(known: dict[Any, Any], count_max: int) -> None:
+    """Drop the oldest entries."""
+    for old in too_old(known, count_max):
+        del known[old]

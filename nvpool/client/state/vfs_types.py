@@ -130,18 +130,16 @@ class FileHandle:
 
     def __init__(self, file: OpenInode, flags: int):
         self.file = file
-        self.inode = file.inode
+        self.inode = self.file.inode
         self.flags = flags
-        mode = flags & _ACCESS
-        writable = mode != _READS_ONLY
-        self.readable = mode != _WRITES_ONLY
-        self.writable = writable
-        self.append = writable and flags & _APPEND != 0
+        self.readable = self.flags & _ACCESS != _WRITES_ONLY
+        self.writable = self.flags & _ACCESS != _READS_ONLY
+        self.append = self.writable and self.flags & _APPEND != 0
         self.ahead = ReadAheadState()
         self.closed = False
         self.number = 0  # by which a successor process knows the handle; 0 without mount state
         # the last write error that this handle reported
-        self.reported_error = file.written.met if file.written is not None else None
+        self.reported_error = self.file.written.met if self.file.written is not None else None
 
     @property
     def attr(self):

@@ -31,9 +31,9 @@ from nvpool.core.units import (
 )
 from nvpool.poolmap.file_layout import layout_of
 from nvpool.poolmap.model import Target
+from nvpool.rpc.messages.meta_messages import Attr
 from nvpool.rpc.messages.read_write_codec import decoded
 from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
-from nvpool.rpc.v1.meta_pb2 import Attr
 
 STATFS_AGE_S = 1.0
 STATFS_SILENT_S = 1.0

@@ -25,9 +25,9 @@ from nvpool.core.errors import DeadlineExceeded, NameTooLong, NotFound, NvpoolEr
 from nvpool.core.grants import READ
 from nvpool.core.units import NAME_BYTES_MAX
 from nvpool.rpc.messages.direntries import DirectoryPage
+from nvpool.rpc.messages.meta_messages import Attr
 from nvpool.rpc.messages.read_write_codec import pack_inodes
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
-from nvpool.rpc.v1.meta_pb2 import Attr
 
 NAMES_MAX = 1000
 """Names in one message."""

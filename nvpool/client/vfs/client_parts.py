@@ -59,7 +59,7 @@ class ClientParts:
         self.events = ClientEvents()
         self.meta = MetaClient(view, dialer, options, clock, self.events, name=name, kept=kept)
         self.leases = self.meta.leases
-        self.cache = MetadataCache(options, clock, self.leases, self.events)
+        self.cache = MetadataCache(options, self.leases, self.events)
         self.inodes = InodeAttributes(self.meta, self.cache, view, options, clock, self.tasks)
         self.reports = WriteReports(self.meta, self.cache, self.callbacks)
         self.paths = KnownPaths(lambda: view.map, dialer, clock)

@@ -22,6 +22,7 @@ from nvpool.client.read.reader import EMPTY
 from nvpool.client.rpc.change_fast_path import OnEnd, SentChange, SubmittedChange
 from nvpool.client.state.dirty_file import DirtyFile
 from nvpool.client.state.metadata_cache import OpenInode
+from nvpool.client.state.open_handles import OpenHandles
 from nvpool.client.state.small_file_cache import SMALL_BYTES
 from nvpool.client.state.vfs_types import Caller, FileHandle
 from nvpool.client.vfs.client_parts import ClientParts
@@ -44,8 +45,8 @@ from nvpool.core.errors import (
 from nvpool.core.futures import ImmediateFuture
 from nvpool.core.grants import READ, WRITE
 from nvpool.poolmap.file_layout import check_range
+from nvpool.rpc.messages.meta_messages import Attr
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
-from nvpool.rpc.v1.meta_pb2 import Attr
 
 _RIGHTS = {os.O_RDONLY: READ, os.O_WRONLY: READ | WRITE, os.O_RDWR: READ | WRITE}
 """Rights of a grant by access mode. A writer may read too, so a second open for reading needs no request."""
@@ -118,15 +119,25 @@ class Files:
         self._meta = parts.meta
         self._leases = parts.leases
         self._cache = parts.cache
-        self._chunks = parts.chunks
         self._reader = parts.reader
         self._writer = parts.writer
-        self._rooms = parts.rooms
         self._inodes = parts.inodes
         self._unreported = parts.unreported
         self._lookups = lookups
         self._names = names
         self._locks = locks
+        self.handles = OpenHandles(
+            parts.meta,
+            parts.leases,
+            parts.cache,
+            parts.reader,
+            parts.writer,
+            parts.chunks,
+            parts.rooms,
+            locks.owners,
+        )
+        self.release_now = self.handles.release_now
+        self.let_go = self.handles.let_go
 
     async def open(self, inode: int, flags: int, caller: Caller) -> FileHandle:
         """Open the inode; return a handle whose attributes are current at the service (close-to-open).
@@ -168,28 +179,7 @@ class Files:
         Must not be called for root if `squashes_root`. The open is reported to the service soon; if the
         handle is still open when another client is about to change the file, before that change.
         """
-        if flags & (os.O_ACCMODE | os.O_TRUNC):
-            return None
-        lease = self._leases.held(inode)
-        if lease is None:
-            return None
-        file = self._cache.open.get(inode)
-        if file is not None:
-            if not file.grant_rights & READ or not file.attr.links:
-                return None
-            file.handles += 1
-            return FileHandle(file, flags)
-        file = self._cache.hold_leased(inode) if lease.grant else None
-        if file is None:
-            return None
-        file.adopt_grant(lease.grant, self._clock.wall_ns() // 1_000_000)
-        if not file.grant:
-            self._cache.drop(file)
-            return None
-        file.unreported = True
-        file.opened = 1
-        self._meta.opened_quietly(inode, now=file.attr.size > SMALL_BYTES)
-        return FileHandle(file, flags)
+        return self.handles.open_now(inode, flags, self._clock.boottime_s())
 
     def _opened(self, entry, flags: int, sent_s: float) -> FileHandle:
         before = self._cache.open.get(entry.attr.inode)
@@ -349,26 +339,6 @@ class Files:
         self._cache.forget_entry(parent, name)
         return self._unreported.merged(handle.attr), handle
 
-    def release_now(self, handle: FileHandle) -> bool:
-        """As `release`, without waiting; return whether the handle was released.
-
-        False: there was no side effect, and the caller must await `release`, because data must be stored or
-        locks must be released.
-        """
-        file = handle.file
-        if (
-            handle.closed
-            or self._locks.is_locked(file.inode)
-            or (file.handles == 1 and file.written is not None and file.written.unsettled)
-        ):
-            return False
-        handle.closed = True
-        ahead = handle.ahead
-        if ahead.units or ahead in file.ahead:
-            self._reader.forget(file, ahead)
-        self.let_go(file)
-        return True
-
     async def release(self, handle: FileHandle) -> None:
         """Release the handle, which must not be used any more.
 
@@ -393,19 +363,6 @@ class Files:
                 await self._locks.release_handle(handle)
             finally:
                 self.let_go(file)
-
-    def let_go(self, file: OpenInode) -> None:
-        """Give up one handle's hold on the open inode; with the last one, report the close to the service."""
-        if self._cache.drop(file):
-            file.fetching = None  # when the fetched bytes arrive, the file may belong to another client
-            if file.located:
-                self._chunks.short.forget(file)
-            if file.grant_rights & READ and not file.lost:
-                self._leases.keep_grant(file.inode, file.grant)
-            self._writer.forget(file)
-            if file.volume:
-                self._rooms.drop(file)
-            self._meta.release(file.inode, file.opened)
 
 
 class FileData:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 
-from nvpool.client.state.metadata_cache import DIVIDED_FLAG
+from nvpool.client.state.metadata_cache import DIVIDED_FLAG, typed_attr
 from nvpool.client.vfs.client_parts import ClientParts
 from nvpool.client.vfs.directory_prefetch import DirectoryPrefetch
 from nvpool.client.vfs.namespace import Lookups
@@ -171,7 +171,7 @@ class LookupBatcher:
         if code or entry.elsewhere:
             self._ask_alone(asked)
             return
-        cache, attr = self._cache, entry.attr
+        cache, attr = self._cache, typed_attr(entry.attr)
         inode = attr.inode
         if inode in cache.open or attr.flags & DIVIDED_FLAG:
             attr = self._inodes.take(entry)
@@ -181,7 +181,7 @@ class LookupBatcher:
                 self._ask_alone(asked)  # the look-up must wait until local writes are reported
                 return
         else:  # fast path of the same, for an inode that is not open here
-            attr = cache.put_closed(attr, inode)
+            attr = cache.put_closed(attr, inode, self._leases.now_s())
             lease_ms, lease = entry.lease_ms, None
             if lease_ms:
                 grant = entry.grant

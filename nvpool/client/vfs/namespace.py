@@ -29,8 +29,8 @@ from nvpool.core.errors import (
 from nvpool.core.grants import READ
 from nvpool.core.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
 from nvpool.rpc.messages.direntries import NOTHING_LISTED
+from nvpool.rpc.messages.meta_messages import Attr
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
-from nvpool.rpc.v1.meta_pb2 import Attr
 
 ELSEWHERE_MAX = 4
 """Look-ups of a name whose inode another shard has but does not know any more.

@@ -19,8 +19,8 @@ from nvpool.client.vfs.locks import FileLocks, LockKey
 from nvpool.core.errors import NotFound, NvpoolError, Unavailable
 from nvpool.core.ids import LIFE_BITS
 from nvpool.core.posix.byte_range_locks import laid
+from nvpool.rpc.messages.meta_messages import Attr
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
-from nvpool.rpc.v1.meta_pb2 import Attr
 from nvpool.shm.mount_state import Word
 
 log = logging.getLogger(__name__)

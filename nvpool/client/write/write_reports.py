@@ -18,8 +18,8 @@ from nvpool.client.state.vfs_types import FrontEndCallbacks
 from nvpool.client.write.quota_reservations import QuotaReservations
 from nvpool.client.write.writeback import Writer
 from nvpool.core.errors import NotFound
+from nvpool.rpc.messages.meta_messages import Attr
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
-from nvpool.rpc.v1.meta_pb2 import Attr
 
 
 class WriteReports:
@@ -123,8 +123,7 @@ class UnreportedWrites:
         file = self._cache.open.get(attr.inode)
         if file is None or file.written is None or file.written.end <= attr.size:
             return attr
-        seen = Attr()
-        seen.CopyFrom(attr)
+        seen = Attr.FromString(attr.SerializeToString())
         seen.size = file.written.end
         seen.blocks = max(attr.blocks, (seen.size + 511) // 512)
         return seen

@@ -22,14 +22,12 @@ from nvpool.core.units import CHAINS_PER_TABLE
 from nvpool.client.data import chunk_client as chunkclient
 from nvpool.client.data.replica_choice import BUSIER
 from nvpool.client.state import small_file_cache as contents
-from nvpool.client.state.metadata_cache import OpenInode
-from nvpool.client.state.leases import ShardWatch
-from nvpool.client.state.vfs_types import FileHandle
+from nvpool.client.state.leases cimport Leases
+from nvpool.client.state.metadata_cache cimport OpenInode
+from nvpool.client.state.vfs_types cimport FileHandle
 from nvpool.client.data.hedged_reads cimport Hedging, SentRead
 from nvpool.client.data.read_queue cimport ReadQueue
-from nvpool.fuse.fast_path._leases cimport held_lease
 from nvpool.fuse.fast_path._read_requests cimport PAGE, Wanted, is_read
-from nvpool.fuse.fast_path._slots cimport assign, get, place
 from nvpool.fuse.protocol.constants import Op
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
 from nvpool.rpc.reply_receivers cimport ReplyBurst, register
@@ -84,18 +82,6 @@ cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX
 cdef Py_ssize_t gather_bytes = chunkclient.GATHER_BYTES, part_bytes = chunkclient.PART_BYTES
 cdef Py_ssize_t halved_reads = chunkclient.HALVED_READS, busier = BUSIER
 cdef uint64_t chain_count = CHAINS_PER_TABLE
-cdef Py_ssize_t file_inode = place(OpenInode, "inode"), file_layout = place(OpenInode, "layout")
-cdef Py_ssize_t file_attr = place(OpenInode, "attr"), file_attr_born_s = place(OpenInode, "attr_born_s")
-cdef Py_ssize_t file_grant = place(OpenInode, "grant"), file_grant_used = place(OpenInode, "grant_used")
-cdef Py_ssize_t file_lanes = place(OpenInode, "lanes"), file_written = place(OpenInode, "written")
-cdef Py_ssize_t file_located = place(OpenInode, "located"), file_missed = place(OpenInode, "missed")
-cdef Py_ssize_t file_encrypted = place(OpenInode, "encrypted"), file_key = place(OpenInode, "key")
-cdef Py_ssize_t file_lost = place(OpenInode, "lost"), file_unreported = place(OpenInode, "unreported")
-cdef Py_ssize_t file_fetching = place(OpenInode, "fetching")
-cdef Py_ssize_t handle_file = place(FileHandle, "file"), handle_readable = place(FileHandle, "readable")
-cdef Py_ssize_t handle_closed = place(FileHandle, "closed")
-cdef Py_ssize_t watch_until_s = place(ShardWatch, "until_s"), watch_used = place(ShardWatch, "used")
-cdef Py_ssize_t watch_linger_s = place(ShardWatch, "linger_s")
 
 
 def is_of_use():
@@ -121,7 +107,9 @@ cdef class PendingSmallRead:
     are other reads that wait for the same bytes.
     """
     cdef SmallFileReads reads
-    cdef readonly object opened, file, change
+    cdef readonly FileHandle opened
+    cdef readonly OpenInode file
+    cdef readonly object change
     cdef readonly list parts
     cdef readonly uint64_t unique, handle, offset, size, finish, file_bytes
     cdef uint32_t span
@@ -224,8 +212,9 @@ cdef class SmallFileReads(ReplyBurst):
     cdef readonly uint64_t read_bytes, taken    # number of reads
     cdef Hedging hedging
     cdef object _pages, _reader, chunks, _contents, _short_circuit, _dialer, _replicas, _clock, _spent
-    cdef dict _files, _work, _paged, _leases_by_inode, _pending, _counters, _contents_counters, scratches
+    cdef dict _files, _work, _paged, _pending, _counters, _contents_counters, scratches
     cdef object _kept
+    cdef Leases _leases
     cdef bytearray _buffer
     cdef int _fd
     cdef bint _is_system
@@ -237,7 +226,7 @@ cdef class SmallFileReads(ReplyBurst):
         chunks, requests = vfs.chunks, path.requests
         self.path, self.requests, self._pages, self._in_work_max = path, requests, ops.cached_pages, in_work_max
         self._fd, self._buffer, self._work, self._spent = requests.fd, requests.buffer, requests.work, requests.spent
-        self._files, self._paged, self._leases_by_inode = ops.files.by_handle, ops.cached_pages.paged, vfs.leases.by_inode
+        self._files, self._paged, self._leases = ops.files.by_handle, ops.cached_pages.paged, vfs.leases
         self._reader, self.chunks, self._contents, self._short_circuit = vfs.reader, chunks, vfs.reader.contents, chunks.short
         self._kept, self._contents_counters = self._contents.kept, self._contents.counters
         self._dialer, self._replicas, self.hedging = chunks.dialer, chunks.replicas, chunks.hedging
@@ -260,41 +249,39 @@ cdef class SmallFileReads(ReplyBurst):
         cdef PyObject *found
         cdef uint64_t file_bytes, end
         cdef PendingSmallRead one
+        cdef FileHandle opened
+        cdef OpenInode file
+        cdef object inode
         if not is_read(self._buffer, count, &wanted):
             return False
         found = PyDict_GetItem(self._files, wanted.handle)
         if found is NULL:
             return False
-        opened = <object>found
-        if type(opened) is not FileHandle:
-            return False
-        file = get(opened, handle_file)
-        if type(file) is not OpenInode:
-            return False
-        attr = get(file, file_attr)
-        file_bytes = attr.size
+        opened = <FileHandle?><object>found
+        file = opened.file
+        file_bytes = file.attr.size
         if file_bytes > small_bytes or wanted.offset >= file_bytes:
             return False
         requests = self.requests
-        if (not get(opened, handle_readable) or get(opened, handle_closed) or get(file, file_lost)
-                or get(file, file_encrypted) and get(file, file_key) is None
-                or get(file, file_written) is not None or get(file, file_fetching) is not None or get(file, file_located)
+        if (not opened.readable or opened.closed or file.lost
+                or file.encrypted and file.key is None
+                or file.written is not None or file.fetching is not None or file.located
                 or requests.forwarded or len(self._work) >= self._in_work_max
-                or PyBytes_GET_SIZE(<bytes?>get(file, file_grant)) != GRANT_BYTES):
+                or PyBytes_GET_SIZE(file.grant) != GRANT_BYTES):
             return False
-        inode = get(file, file_inode)
+        inode = file.inode
         if inode in self._kept:
             return False
         cdef double now_s = self.now_s(), born_s
         end = wanted.offset + wanted.size
         if end > file_bytes:
-            born_s = get(file, file_attr_born_s)
-            if born_s + self._attr_s <= now_s and self.lease(inode, now_s) is None:
+            born_s = file.attr_born_s
+            if born_s + self._attr_s <= now_s and self._leases.held_at(inode, now_s) is None:
                 return False  # another client may have made it longer
             end = file_bytes
         cdef bint is_short = self._short_circuit.on
         # as ShortCircuitReads.want for a file of which nothing was read before
-        if is_short and get(file, file_missed):
+        if is_short and file.missed:
             return False
         lane = self.lane_of(file, inode, now_s)
         if lane is None:
@@ -305,21 +292,21 @@ cdef class SmallFileReads(ReplyBurst):
             return False
         # The read starts here: the rest cannot fail.
         if is_short:
-            assign(file, file_missed, True)
+            file.missed = True
         one = PendingSmallRead.__new__(PendingSmallRead)
-        one.reads, one.opened, one.file, one.change, one.parts = self, opened, file, attr.change, []
+        one.reads, one.opened, one.file, one.change, one.parts = self, opened, file, file.attr.change, []
         one.unique, one.handle, one.offset, one.size, one.finish = wanted.unique, wanted.handle, wanted.offset, wanted.size, end
         one.file_bytes = file_bytes
         one.span = <uint32_t>(file_bytes + PAGE - 1) & ~<uint32_t>(PAGE - 1)
         one.asked_s, one.deadline_s, one.since_s, one.is_done = now_s, now_s + self._patience_s, requests.since_s, False
         if inode not in self._paged and self._pages.guards_pages:
-            lease = self.lease(inode, now_s) if self._pages.looking is not None else None
+            lease = self._leases.held_at(inode, now_s) if self._pages.looking is not None else None
             if lease is not None:  # as CachedPages.paging
-                self._paged[inode] = (<tuple>lease)[0], True
+                self._paged[inode] = lease.until_s, True
             else:
                 self._pages.paging(inode)
-        assign(file, file_grant_used, True)
-        assign(file, file_fetching, one)
+        file.grant_used = True
+        file.fetching = one
         unique_key = wanted.unique
         self._work[unique_key] = one, wanted.pid, opcode_key, one.since_s
         requests.deferred += 1
@@ -335,25 +322,9 @@ cdef class SmallFileReads(ReplyBurst):
         self.taken += 1
         return True
 
-    cdef object lease(self, object inode, double now_s):
-        return held_lease(self._leases_by_inode, inode, now_s, ShardWatch, watch_until_s, watch_used)
-
-    cdef bint keeps_bytes(self, object inode, double now_s) except -1:
-        """Compiled `Leases.keeps_bytes`."""
-        cdef PyObject *found = PyDict_GetItem(self._leases_by_inode, inode)
-        cdef double until_s, watched_s
-        if found is NULL:
-            return False
-        lease = <object>found
-        watch = (<tuple>lease)[3]
-        if type(watch) is not ShardWatch:
-            return False
-        until_s, watched_s = (<tuple>lease)[0], get(watch, watch_until_s)
-        return now_s < min(until_s, watched_s) + <double>get(watch, watch_linger_s)
-
-    cdef object lane_of(self, file, inode, double now_s):
+    cdef object lane_of(self, OpenInode file, inode, double now_s):
         """Compiled `ChunkClient.find_lane`, for the first chunk; None: it is unknown."""
-        cdef dict lanes = get(file, file_lanes)
+        cdef dict lanes = file.lanes
         cdef PyObject *found = PyDict_GetItem(lanes, 0)
         cdef uint64_t key
         cdef Py_ssize_t count
@@ -362,7 +333,7 @@ cdef class SmallFileReads(ReplyBurst):
             return <object>found
         replicas = self._replicas
         if now_s < <double>replicas.choices_until_s:
-            key = <uint64_t>(<tuple>get(file, file_layout))[0] * chain_count + chunk_hash(inode, 0) % chain_count
+            key = <uint64_t>(<tuple>file.layout)[0] * chain_count + chunk_hash(inode, 0) % chain_count
             found = PyDict_GetItem(<dict?>replicas.choices, key)
             if found is not NULL:  # as Replicas.choose
                 choices = <tuple?><object>found
@@ -437,7 +408,7 @@ cdef class SmallFileReads(ReplyBurst):
         is_plain = connection is not None and epoch != 0
         if is_plain:
             for one in asked:
-                grant = get(one.file, file_grant)
+                grant = one.file.grant
                 if PyBytes_GET_SIZE(grant) != GRANT_BYTES:
                     is_plain = False
         if not is_plain:
@@ -455,7 +426,7 @@ cdef class SmallFileReads(ReplyBurst):
         memcpy(put, head, head_bytes)
         put += head_bytes
         for one in asked:
-            grant = get(one.file, file_grant)
+            grant = one.file.grant
             put[0], put[1] = 0x1A, GRANT_BYTES
             memcpy(put + 2, PyBytes_AS_STRING(grant), GRANT_BYTES)
             put += 2 + GRANT_BYTES
@@ -465,7 +436,7 @@ cdef class SmallFileReads(ReplyBurst):
         together.reads, together.asked = self, asked
         for at in range(count):
             one = <PendingSmallRead>asked[at]
-            put64(put, get(one.file, file_inode))
+            put64(put, one.file.inode)
             put32(put + 8, 0)
             put32(put + 12, 0)
             put32(put + 16, one.span)
@@ -499,7 +470,7 @@ cdef class SmallFileReads(ReplyBurst):
         if together.is_watched:
             self.hedging.came_at(together, now_s)
         for one in asked:
-            if get(one.file, file_encrypted):
+            if one.file.encrypted:
                 plain = self.plain(asked, <const uint8_t *>payload, together.bytes)
                 payload = at = PyBytes_AS_STRING(plain)
                 break
@@ -526,14 +497,15 @@ cdef class SmallFileReads(ReplyBurst):
         cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(made)
         cdef Py_ssize_t done, count
         cdef PendingSmallRead one
+        cdef OpenInode file
         cdef XtsScratch scratch
         for one in asked:
             file, done = one.file, 0
-            if get(file, file_encrypted):
-                scratch = decrypting(self.scratches, get(file, file_key))
+            if file.encrypted:
+                scratch = decrypting(self.scratches, file.key)
                 while done < one.span >> 12:
                     count = min((one.span >> 12) - done, <Py_ssize_t>BATCH)
-                    scratch.turn(at + (done << 12), at + (done << 12), count, get(file, file_inode), 0, <uint32_t>done, True)
+                    scratch.turn(at + (done << 12), at + (done << 12), count, file.inode, 0, <uint32_t>done, True)
                     done += count
             at += one.span
         return made
@@ -543,7 +515,7 @@ cdef class SmallFileReads(ReplyBurst):
         cdef size_t length = one.finish - one.offset
         requests, path = self.requests, self.path
         one.is_done = True
-        if get(one.file, file_unreported) and not self.keeps_bytes(get(one.file, file_inode), now_s):
+        if one.file.unreported and not self._leases.keeps_bytes(one.file.inode):
             # The shard may not know of the open that this read belongs to; FileData.read handles that.
             path.read_otherwise(one.unique, one.handle, one.offset, one.size)
             return 0
@@ -560,12 +532,13 @@ cdef class SmallFileReads(ReplyBurst):
 
     cdef int keep(self, PendingSmallRead one, const char *content) except -1:
         """Cache the bytes and wake other readers; compiled `Reader._whole_came`."""
-        file = one.file
-        cdef bint is_wanted = get(file, file_fetching) is one
+        cdef OpenInode file = one.file
+        cdef object inode
+        cdef bint is_wanted = file.fetching is one
         cdef Py_ssize_t begin, end
         cdef bytes whole
         if is_wanted:
-            assign(file, file_fetching, None)
+            file.fetching = None
         if not one.parts and not is_wanted:
             return 0
         whole = PyBytes_FromStringAndSize(content, one.file_bytes)
@@ -574,9 +547,9 @@ cdef class SmallFileReads(ReplyBurst):
             begin, end = part.offset, part.finish
             part.end(whole if end - begin == len(whole) else memoryview(whole)[begin:end], None)
         # Written, truncated or locked here meanwhile, the file may have newer bytes than these.
-        if not is_wanted or get(file, file_attr).change != one.change or get(file, file_written) is not None:
+        if not is_wanted or file.attr.change != one.change or file.written is not None:
             return 0
-        inode, kept = get(file, file_inode), self._contents
+        inode, kept = file.inode, self._contents
         if inode in self._kept or <Py_ssize_t>kept.byte_count + <Py_ssize_t>len(whole) + entry_bytes > <Py_ssize_t>kept.bytes_max:
             kept.put(inode, one.change, whole, one.asked_s)
         else:

@@ -24,16 +24,15 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from nvpool.client.rpc.change_fast_path import SentChange
-from nvpool.client.state import metadata_cache
-from nvpool.client.state.leases import NEVER_S, WATCH_SHARE, InodeLease
-from nvpool.client.state.metadata_cache import OpenInode
+from nvpool.client.state.leases import Leases
+from nvpool.client.state.metadata_cache import MetadataCache
+from nvpool.client.state.shard_session import ShardSession
 from nvpool.client.state.vfs_types import Caller, FileHandle
 from nvpool.client.vfs.filesystem import Vfs
 from nvpool.core import grants, primitives
-from nvpool.core.clock import SystemClock, stopwatch_s
-from nvpool.core.containers.bounded_map import too_old
+from nvpool.core.clock import stopwatch_s
 from nvpool.core.ids import COUNTER_BITS
-from nvpool.core.primitives import ByteReader, ByteWriter
+from nvpool.core.primitives import ByteReader
 from nvpool.core.units import SLOTS_PER_SESSION
 from nvpool.fuse.dispatch import KernelRequests
 from nvpool.fuse.ops.handles import FREE_MIN
@@ -42,17 +41,15 @@ from nvpool.fuse.ops.kernel_cache.names import NAMED_TOGETHER, SENT_CHANGES_MAX
 from nvpool.fuse.ops.kernel_cache.pages import HAS_XATTRS, SEEN_MAX
 from nvpool.fuse.ops.operations import FuseOps
 from nvpool.fuse.pending_requests import IN_WORK_MAX, PendingRequests
+from nvpool.fuse.protocol import reply_encoder
 from nvpool.fuse.protocol.constants import Op, Opening
-from nvpool.fuse.protocol.replies import BLOCK_BYTES, SECOND_NS
 from nvpool.fuse.reply_sender import ReplySender
 from nvpool.fuse.request_state import FIRST, RequestState
 from nvpool.rpc import reply_receivers
 from nvpool.rpc.api import IN_FLIGHT_MAX
-from nvpool.rpc.messages.direntries import change_of
 from nvpool.rpc.messages.meta_messages import Attr, CreateReply, CreateRequest
 from nvpool.rpc.reply_receivers import ReplyBurst, ReplyReceiver
 from nvpool.rpc.transports.stream import StreamConnection
-from nvpool.rpc.v1 import meta_pb2
 from nvpool.rpc.v1.wire_pb2 import META_CREATE
 
 BURST = 64
@@ -61,12 +58,12 @@ TURN = 16
 """Replies that are sent before new requests are taken."""
 _HEAD_BYTES, _NAME_MAX = 56, 255
 """Of a CREATE: the bytes before the name, as in protocol/requests, and its longest name."""
-_REPLY_BYTES, _SLASH = 160, 47
+_SLASH = 47
 _S_IFMT, _S_IFREG = 0o170000, 0o100000
 _ACCESS, _EXCLUSIVE, _TRUNCATE, _APPEND = os.O_ACCMODE, os.O_EXCL, os.O_TRUNC, os.O_APPEND
 _WRITES_ONLY, _READS_AND_WRITES, _DIRECT = os.O_WRONLY, os.O_RDWR, os.O_DIRECT
 _DIRECT_IO, _KEEP_CACHE, _NOFLUSH = Opening.DIRECT_IO.value, Opening.KEEP_CACHE.value, Opening.NOFLUSH.value
-_READ, _READ_AND_WRITE, _ENCRYPTED = grants.READ, grants.READ | grants.WRITE, grants.ENCRYPTED
+_READ, _READ_AND_WRITE = grants.READ, grants.READ | grants.WRITE
 _GRANT_BYTES, _GRANT_VERSION, _HAS_XATTRS, _SLOTS, _IN_FLIGHT = (
     grants.GRANT_BYTES,
     1,
@@ -75,12 +72,8 @@ _GRANT_BYTES, _GRANT_VERSION, _HAS_XATTRS, _SLOTS, _IN_FLIGHT = (
     IN_FLIGHT_MAX,
 )
 _FIRST, _COUNTER_BITS, _FREE_MIN, _TOGETHER = FIRST, COUNTER_BITS, FREE_MIN, NAMED_TOGETHER
-_SENT_CHANGES_MAX, _SEEN_MAX, _RENAMED_MAX = SENT_CHANGES_MAX, SEEN_MAX, metadata_cache.RENAMED_MAX
-_SECOND_NS, _BLOCK_BYTES, _WATCH_SHARE = SECOND_NS, BLOCK_BYTES, WATCH_SHARE
+_SENT_CHANGES_MAX, _SEEN_MAX = SENT_CHANGES_MAX, SEEN_MAX
 _OPCODE, _METHOD = int(Op.CREATE), int(META_CREATE)
-_attr_from = meta_pb2.Attr.FromString
-_new_tuple = tuple.__new__
-_out = ByteWriter()
 
 
 class PendingCreate(ReplyReceiver):
@@ -232,14 +225,11 @@ class Creates(ReplyBurst):
         self._barred = ops.published.barred
         self._writeback, self._keeps_names = ops.options.writeback, bool(ops.options.entry_timeout_s)
         self._vfs, self._writer, self._complete_dirs = vfs, vfs.writer, vfs.complete_dirs
-        self._leases, self._leases_by_inode = vfs.leases, vfs.leases.by_inode
-        self._cache, self._opened, self._attrs, self._entries = cache, cache.open, cache.attrs, cache.entries
-        self._renamed, self._whole = cache.renamed_s, cache.complete_dirs
-        self._cached_max = cache.options.cached_entries
+        self._leases: Leases = vfs.leases
+        self._cache: MetadataCache = cache
+        self._opened = cache.open
         self._meta, self._view, self._dialer, self._shards = meta, meta.view, meta.dialer, meta.shards
         self._counters, self._held, self._early = meta.counters, meta.once.held, meta.once.early
-        self._clock = meta.clock
-        self._is_system = type(meta.clock) is SystemClock
         self._patience_s = meta.options.deadline_s
         self._left_ms = min(int(self._patience_s * 1000), 0xFFFFFFFF)
         self._slot_records, self._handle_records = memory.slot_records, memory.handle_records
@@ -252,9 +242,6 @@ class Creates(ReplyBurst):
         self._frame_count = 0
         self._create = CreateRequest(open=True)
         self._in = ByteReader()
-
-    def _now_s(self) -> float:
-        return primitives.boottime_s() if self._is_system else self._clock.boottime_s()
 
     # -- from the kernel to the shard
 
@@ -343,7 +330,7 @@ class Creates(ReplyBurst):
         if self._frame_count >= BURST:
             self.send()
         # The request starts here: the rest cannot fail.
-        now_s = self._now_s()
+        now_s = self._leases.now_s()
         slot, sequence = slots.popleft()
         create = self._create
         change = create.change
@@ -388,8 +375,7 @@ class Creates(ReplyBurst):
         else:
             frames.append(frame)
         self._frame_count += 1
-        self._entries.pop((directory, name), None)
-        self._note_renamed(directory, now_s)
+        self._cache.forget_entry_at(directory, name, now_s)
         self._work[key] = (one, pid, _OPCODE_KEY, one.since_s)
         requests.deferred += 1
         return True
@@ -400,15 +386,6 @@ class Creates(ReplyBurst):
         self._endpoints = {shard.id: shard.endpoints for shard in pool_map.shards}
         self._epoch = pool_map.epoch
         self._known_map = pool_map
-
-    def _note_renamed(self, directory: Any, now_s: float) -> None:
-        """Note a changed name in the directory, as `MetadataCache.forget_entry` does."""
-        renamed = self._renamed
-        renamed.pop(directory, None)
-        renamed[directory] = now_s
-        if len(renamed) > _RENAMED_MAX:
-            for old in too_old(renamed, _RENAMED_MAX):
-                self._cache.renamed_floor_s = max(self._cache.renamed_floor_s, renamed.pop(old))
 
     def send(self) -> None:
         """Send the collected frames to the shards."""
@@ -438,7 +415,7 @@ class Creates(ReplyBurst):
         if reply.parent.inode != one.parent or attr.inode >> _COUNTER_BITS != one.parent >> _COUNTER_BITS:
             return False
         inode: Any = attr.inode
-        state: Any = one.state
+        state: ShardSession = one.state
         if inode in self._opened or state.generation != one.generation or one.parent in self._opened:
             return False
         if self._view.map is not self._known_map:
@@ -461,7 +438,7 @@ class Creates(ReplyBurst):
             opening |= _DIRECT_IO
         self._changes.count += 1
         self.path.send_reply(
-            created_reply(
+            reply_encoder.created(
                 one.unique,
                 attr,
                 self._entry_s,
@@ -501,43 +478,32 @@ class Creates(ReplyBurst):
 
     def _update_caches(self, one: PendingCreate, reply: CreateReply, handle: int, inode: Any) -> None:
         """Update the caches, as Files._opened and _created and Creating.opened do."""
-        now_s = self._now_s()
-        now: Any = now_s
+        now_s = self._leases.now_s()
         parent: Any = one.parent
         number: Any = handle
-        entry, directory, state = reply.entry, reply.parent, one.state
-        typed = entry.attr
+        entry, state = reply.entry, one.state
+        attr = entry.attr
         reads_only = one.flags & _ACCESS == 0
-        attr = _attr_from(typed.SerializeToString())
-        file = OpenInode(attr)
-        self._opened[inode] = file
-        self._attrs.pop(inode, None)
-        file.handles = file.opened = 1
-        file.attr_born_s = now
-        self._adopt_grant(file, entry.grant, typed.cut)
-        registered: dict[Any, int] = state.open
-        registered[inode] = registered.get(inode, 0) + 1
-        lease = self._take_lease(one, entry, inode, now_s)
+        file = self._cache.hold_new(attr, inode, now_s)
+        file.opened = 1
+        file.adopt_grant(entry.grant, self._leases.now_ms())
+        state.add_open(inode)
+        readable = entry.grant if entry.grant[1] & _READ else b""
+        lease = self._leases.take_at(state.watch, inode, entry.lease_ms, one.sent_s, readable, now_s)
         opened = FileHandle(file, one.flags)
-        # The name and the directory.
-        self._note_renamed(parent, now_s)
-        key = (parent, one.name)
-        self._entries.pop(key, None)
-        self._entries[key] = (inode, now, one.sent_s, lease)
-        if len(self._entries) > self._cached_max:
-            _trim(self._entries, self._cached_max)
-        self._update_directory(directory, parent, one.name, now)
+        self._cache.put_own_entry_at(parent, one.name, inode, one.sent_s, lease, now_s)
+        self._update_directory(reply.parent, parent, one.name, now_s)
         # What the kernel was given.
         if self._keeps_names:
             names: Any = self._names
             if now_s >= names.naming_until_s or len(names.naming.names) >= _TOGETHER:
                 names.start_group()
             names.naming.names.append((inode, parent, one.name, inode))
-        changed: Any = typed.change
+        changed: Any = attr.change
         self._sent_changes[inode] = changed
         if len(self._sent_changes) > _SENT_CHANGES_MAX:
             self._names.record_attr(attr)
-        self._seen[inode] = (changed, not typed.flags & _HAS_XATTRS)
+        self._seen[inode] = (changed, not attr.flags & _HAS_XATTRS)
         if len(self._seen) > _SEEN_MAX:
             self._pages.record_pages(attr)
         opened.number = number
@@ -553,70 +519,14 @@ class Creates(ReplyBurst):
             if one.flags & _APPEND:
                 self._appending[number] = Caller(one.uid, one.gid, one.pid)
 
-    def _adopt_grant(self, file: OpenInode, grant: bytes, cut: int) -> None:
-        """As `OpenInode.adopt_grant`, for an inode without a grant."""
-        source = self._in
-        source.open(grant)
-        source.u8()
-        rights = source.u8()
-        source.u16()
-        session = source.u64()
-        source.u64()
-        granted_cut = source.u64()
-        ends_ms = source.i64()
-        if granted_cut < cut:
-            return
-        now_ms = (primitives.wall_ns() if self._is_system else self._clock.wall_ns()) // 1_000_000
-        file.grant = grant
-        file.grant_session = session
-        file.grant_cut = granted_cut
-        file.grant_rights = rights & ~_ENCRYPTED
-        if rights & _ENCRYPTED:
-            file.encrypted = True
-        file.grant_half_ms = now_ms + (ends_ms - now_ms >> 1)
-
-    def _take_lease(self, one: PendingCreate, entry: Any, inode: Any, now_s: float) -> Any:
-        """As `Leases.take`, written out for an inode that never had a lease."""
-        leases, watch = self._leases, one.state.watch
-        readable = entry.grant if entry.grant[1] & _READ else b""
-        if (
-            inode in self._leases_by_inode
-            or one.sent_s <= watch.floor_s
-            or (watch.ended and one.sent_s <= watch.ended.get(inode, NEVER_S))
-        ):
-            return leases.take(inode, entry.lease_ms, one.sent_s, readable)
-        until_s = one.sent_s + entry.lease_ms * _WATCH_SHARE / 1000
-        leases.last_number += 1
-        lease = _new_tuple(InodeLease, (until_s, now_s, readable, watch, leases.last_number))
-        self._leases_by_inode[inode] = lease
-        if len(self._leases_by_inode) > leases.count_max:
-            _trim(self._leases_by_inode, leases.count_max)
-        if now_s >= until_s or now_s >= watch.until_s:
-            return None
-        watch.used = True
-        return lease
-
-    def _update_directory(self, typed: Any, parent: Any, name: bytes, now: Any) -> None:
+    def _update_directory(self, attr: Attr, parent: Any, name: bytes, now_s: float) -> None:
         """Cache the attributes of the directory, and the name in the list of its names."""
-        attrs, cache = self._attrs, self._cache
-        shown = _attr_from(typed.SerializeToString())
-        whole: Any = self._whole.get(parent)
-        if whole is not None:
-            cache.named_in_whole(shown, parent, name, True)
-            whole = self._whole.get(parent)
-            if whole is not None and shown.change > whole.change:
-                cache.forget_whole(parent)
-                whole = None
-        known: Any = attrs.pop(parent, None)
-        if known is not None:
-            before = known[0]
-            if (change_of(before) if type(before) is bytes else before.change) > shown.change:
-                shown = before
-        attrs[parent] = (shown, now)
-        if len(attrs) > self._cached_max:
-            _trim(attrs, self._cached_max)
-        if whole is None:
-            self._complete_dirs.made_in(parent, typed.size)
+        cache = self._cache
+        if parent in cache.complete_dirs:
+            cache.named_in_whole(attr, parent, name, True)
+        cache.put_closed(attr, parent, now_s)
+        if parent not in cache.complete_dirs:
+            self._complete_dirs.made_in(parent, attr.size)
 
     def go_on(self) -> None:
         """Take new requests after some replies, before the other replies are handled."""
@@ -659,55 +569,6 @@ def is_new_file(reply: CreateReply) -> bool:
         and len(grant) == _GRANT_BYTES
         and grant[0] == _GRANT_VERSION
     )
-
-
-def created_reply(
-    unique: int,
-    attr: Attr,
-    entry_s: int,
-    entry_ns: int,
-    attr_s: int,
-    attr_ns: int,
-    handle: int,
-    opening: int,
-) -> bytes:
-    """The reply to the kernel, as `replies.created` makes it."""
-    out = _out
-    out.begin()
-    out.u32(_REPLY_BYTES)
-    out.u32(0)
-    out.u64(unique)
-    out.u64(attr.inode)
-    out.u64(0)
-    out.u64(entry_s)
-    out.u64(attr_s)
-    out.u32(entry_ns)
-    out.u32(attr_ns)
-    out.u64(attr.inode)
-    out.u64(attr.size)
-    out.u64(attr.blocks)
-    out.i64(attr.atime_ns // _SECOND_NS)
-    out.i64(attr.mtime_ns // _SECOND_NS)
-    out.i64(attr.ctime_ns // _SECOND_NS)
-    out.u32(attr.atime_ns % _SECOND_NS)
-    out.u32(attr.mtime_ns % _SECOND_NS)
-    out.u32(attr.ctime_ns % _SECOND_NS)
-    out.u32(attr.mode)
-    out.u32(attr.links)
-    out.u32(attr.uid)
-    out.u32(attr.gid)
-    out.u32(attr.rdev)
-    out.u32(_BLOCK_BYTES)
-    out.u32(0)
-    out.u64(handle)
-    out.u32(opening)
-    out.u32(0)
-    return out.take()
-
-
-def _trim(known: dict[Any, Any], count_max: int) -> None:
-    for old in too_old(known, count_max):
-        del known[old]
 
 
 _OPCODE_KEY, _METHOD_KEY = _OPCODE, _METHOD

@@ -75,7 +75,7 @@ class FastPaths:
 
     def on_read(self, count: int) -> None:
         """Handle a READ."""
-        if self.cached_replies.compiled is None:  # otherwise the compiled reads have declined it already
+        if self.cached_replies.replies is None:  # otherwise the compiled reads have declined it already
             for path in self._reads:
                 if path.compiled is not None and path.compiled.take(count):
                     return

@@ -410,9 +410,10 @@ class KernelEngine:
         Returns its length, -1 if none waits; and how many requests before it were handled where they were
         read, at most `most`. If the length is 0, there may be more. Raises OSError.
         """
-        known = self.fast_paths.cached_replies.compiled
+        known = self.fast_paths.cached_replies.replies
         if known is not None:
-            return known.next_request(most), known.taken
+            count = known.next_request(most)
+            return count, known.taken
         try:
             return os.readv(self.requests.fd, self._buffers), 0
         except BlockingIOError:

@@ -16,7 +16,7 @@ from nvpool.fuse.ops.handles import Handles
 from nvpool.fuse.ops.kernel_cache.names import CachedNames
 from nvpool.fuse.ops.kernel_cache.options import ChangeCount, FuseOptions
 from nvpool.fuse.ops.kernel_cache.pages import CachedPages
-from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.rpc.messages.meta_messages import Attr
 
 
 class OpenReply(NamedTuple):

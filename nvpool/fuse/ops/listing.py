@@ -21,7 +21,7 @@ from nvpool.fuse.ops.kernel_cache.names import CachedNames
 from nvpool.fuse.ops.kernel_cache.notices import OwnedTasks
 from nvpool.fuse.ops.kernel_cache.options import ChangeCount, FuseOptions
 from nvpool.rpc.messages.direntries import NOTHING_LISTED, DirectoryPage
-from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.rpc.messages.meta_messages import Attr
 
 S_IFDIR = 0o040000
 

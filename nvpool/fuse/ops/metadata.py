@@ -23,7 +23,7 @@ from nvpool.fuse.ops.locks import AbsentNames
 from nvpool.fuse.ops.open_files import OpenFiles
 from nvpool.fuse.ops.read_worker_files import PublishedFiles
 from nvpool.fuse.ops.setid import SET_IDS, drops_set_gid, without_set_ids
-from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.rpc.messages.meta_messages import Attr
 
 ASK = object()
 """Returned by `lookup_now` if a server must be queried; None would mean that the name does not exist."""
@@ -142,8 +142,7 @@ class NamesAndAttributes:
             or (not self._listings.is_listed(inode) and self._names.is_stale(inode))
         ):
             return None
-        attr = Attr()
-        attr.CopyFrom(known)
+        attr = Attr.FromString(known.SerializeToString())
         attr.links = attr.size = 0
         return attr
 

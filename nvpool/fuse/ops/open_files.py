@@ -24,7 +24,7 @@ from nvpool.fuse.ops.kernel_cache.page_cache_bypass import PageCacheBypass, bypa
 from nvpool.fuse.ops.kernel_cache.pages import CachedPages
 from nvpool.fuse.ops.read_worker_files import PublishedFiles
 from nvpool.fuse.ops.setid import Privileges
-from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.rpc.messages.meta_messages import Attr
 
 log = logging.getLogger(__name__)
 

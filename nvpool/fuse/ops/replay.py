@@ -22,7 +22,7 @@ from nvpool.fuse.ops.locks import AbsentNames
 from nvpool.fuse.ops.metadata import NamesAndAttributes
 from nvpool.fuse.ops.open_files import OpenFiles
 from nvpool.fuse.ops.read_worker_files import PublishedFiles
-from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.rpc.messages.meta_messages import Attr
 from nvpool.shm.mount_state import KeptMemory
 
 

@@ -15,7 +15,7 @@ from nvpool.core.errors import NoAttribute
 from nvpool.fuse.ops.kernel_cache.notices import KernelNotices
 from nvpool.fuse.ops.kernel_cache.pages import HAS_XATTRS
 from nvpool.rpc.api import Buffer
-from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.rpc.messages.meta_messages import Attr
 
 S_ISUID, S_ISGID, S_IXGRP = 0o4000, 0o2000, 0o0010
 SET_IDS = S_ISUID | S_ISGID

@@ -32,6 +32,7 @@ from nvpool.client.inode_paths import PathFinder, printable
 from nvpool.core.errors import CorruptRecord, Disconnected, NotFound, NvpoolError
 from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import Chain
+from nvpool.rpc.messages.meta_messages import Attr
 from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
 from nvpool.sdk.admin.daemon_calls import AdminCalls
 from nvpool.sdk.chunk_locations import CHUNKS_PER_REQUEST, chunks_on
@@ -152,7 +153,7 @@ class _Check:
             )
         return None
 
-    async def _chunks_of(self, target: int, inode: int, attr: meta_pb2.Attr) -> None:
+    async def _chunks_of(self, target: int, inode: int, attr: Attr | meta_pb2.Attr) -> None:
         table = self._map.table_by_id.get(attr.table)
         held: list[data_pb2.ChunkDescription] = []
         async for chunk in chunks_on(self._asking, target, inode):

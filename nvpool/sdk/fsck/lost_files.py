@@ -22,7 +22,7 @@ from nvpool.poolmap.file_layout import chain_of
 
 if TYPE_CHECKING:
     from nvpool.client.pool_client import Client
-    from nvpool.rpc.v1.meta_pb2 import Attr
+    from nvpool.rpc.messages.meta_messages import Attr
 
 _LIST_STEP = 1000
 _CHUNKS_MAX = 4 * CHAINS_PER_TABLE

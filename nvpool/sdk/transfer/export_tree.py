@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from nvpool.client.vfs.filesystem import Vfs
     from nvpool.rpc.api import Buffer
     from nvpool.rpc.messages.direntries import DirectoryPage
-    from nvpool.rpc.v1.meta_pb2 import Attr
+    from nvpool.rpc.messages.meta_messages import Attr
 
 ENTRIES_PER_BATCH = 1000
 _ZEROS = bytes(64 * KIB)

@@ -40,7 +40,7 @@ from nvpool.sdk.transfer.workers import Crew, Folder
 if TYPE_CHECKING:
     from nvpool.client.state.vfs_types import FileHandle
     from nvpool.client.vfs.filesystem import Vfs
-    from nvpool.rpc.v1.meta_pb2 import Attr
+    from nvpool.rpc.messages.meta_messages import Attr
 
 ENTRIES_PER_BATCH = 1000
 

@@ -28,7 +28,7 @@ from nvpool.core.errors import DirectoryGone
 from nvpool.fuse.ops.kernel_cache.notices import Place
 from nvpool.fuse.ops.kernel_cache.options import ChangeCount, FuseOptions
 from nvpool.rpc.messages.direntries import DirectoryPage
-from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.rpc.messages.meta_messages import Attr
 
 SENT_CHANGES_MAX = 1 << 16
 """Inodes whose `change` is recorded as last given to the kernel: 10 MB at most.

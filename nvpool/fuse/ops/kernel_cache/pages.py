@@ -17,7 +17,7 @@ from nvpool.core.errors import NvpoolError
 from nvpool.fuse.ops.kernel_cache.notices import KernelNotices, OwnedTasks
 from nvpool.fuse.ops.kernel_cache.options import FuseOptions
 from nvpool.fuse.ops.read_worker_files import PublishedFiles
-from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.rpc.messages.meta_messages import Attr
 
 HAS_XATTRS = 1
 """Bit in Attr.flags."""

@@ -315,4 +315,4 @@ def test_grants_of_a_listing_belong_to_its_leased_files():
             listed.grants(odd)
     part = listed.only([1, 3])
     assert (part.names, part.inodes, part.changes, part.promised) == ([b"n1", b"n3"], [2, 4], [0, 0], 2)
-    assert part.attr(1) == listed.attr(3) and len(part) == 2 and not listed.only([]).names
+    assert part.records[1] == listed.records[3] and len(part) == 2 and not listed.only([]).names

@@ -410,8 +410,7 @@ def test_reply_with_unknown_fields_is_accepted():
         meta.hold = True
         wire.answer(GOOD + b"\xf8\x07\x01")
         assert not here.kept.writes.valid() and len(meta.sent) == 1
-        attr = meta_pb2.Attr()
-        attr.CopyFrom(handle.file.attr)
+        attr = meta_pb2.Attr.FromString(handle.file.attr.SerializeToString())
         attr.size, attr.change = 4096, attr.change + 1
         meta.answer(meta_pb2.AttrReply(attr=attr).SerializeToString() + b"\xf8\x07\x01")
         await flushed

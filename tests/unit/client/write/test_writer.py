@@ -16,7 +16,7 @@ from nvpool.client.write.writeback import Writer
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import DeadlineExceeded, NoSpace, StaleCut
 from nvpool.core.units import KIB, MIB
-from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.rpc.messages.meta_messages import Attr
 
 CHUNK_BITS = 16
 

@@ -299,7 +299,7 @@ def test_cross_shard_change_notifies_only_other_clients():
         await pool.stop_shard(shard=3)
         await pool.start_shard(shard=3)
         await vfs.getattr(inode)
-        session = vfs.meta._state(3)
+        session = vfs.meta.sessions.at(3)
         await vfs.meta._renew(session, pool.clock.boottime_s() + 60)
         assert pool.metas[3].parts.sessions.number_of(vfs.meta._identity) == session.session
         other = (await pool.client("second", OPTIONS)).vfs

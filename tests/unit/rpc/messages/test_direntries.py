@@ -59,10 +59,13 @@ ENTRIES = st.lists(
 @given(ENTRIES)
 def test_entries_are_decoded_as_encoded(entries):
     listed = DirectoryPage(packed(entries))
-    assert [(one.name, one.cursor, one.inode, one.kind, one.attr) for one in listed] == [
-        (one.name, one.cursor, one.attr.inode, one.attr.mode >> 12, one.attr) for one in entries
+    assert [(one.name, one.cursor, one.inode, one.kind, one.attr.SerializeToString()) for one in listed] == [
+        (one.name, one.cursor, one.attr.inode, one.attr.mode >> 12, one.attr.SerializeToString())
+        for one in entries
     ]
-    assert [attr_of(record) for record in listed.records] == [entry.attr for entry in entries]
+    assert [attr_of(record).SerializeToString() for record in listed.records] == [
+        entry.attr.SerializeToString() for entry in entries
+    ]
     assert (
         [change_of(record) for record in listed.records]
         == listed.changes
@@ -97,9 +100,7 @@ class Caches:
         self.clock, self.watch = ManualClock(), ShardWatch()
         self.watch.until_s = float("inf")
         self.leases = Leases(self.clock, cached_entries, lambda inode: self.watch)
-        self.cache = MetadataCache(
-            ClientOptions(cached_entries=cached_entries), self.clock, self.leases, ClientEvents()
-        )
+        self.cache = MetadataCache(ClientOptions(cached_entries=cached_entries), self.leases, ClientEvents())
 
     def now(self):
         self.clock.advance(1.0)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Any
 
 from nvpool.client.state.leases import ShardWatch
+from nvpool.core.ids import COUNTER_BITS
+
+_COUNTER_BITS = COUNTER_BITS
 
 
 class ShardSession:
@@ -58,6 +62,31 @@ class ShardSession:
         """Whether a change is in flight."""
         return bool(self.session) and len(self.slots) + len(self.early) < self.slot_count
 
+    def add_open(self, inode: int) -> None:
+        """Record one more registration of an open inode."""
+        opens = self.open
+        opens[inode] = opens.get(inode, 0) + 1
+
+    def add_unreported_open(self, inode: int) -> None:
+        """As `add_open`, for a registration that the shard does not know yet."""
+        self.add_open(inode)
+        unreported = self.unreported
+        unreported[inode] = unreported.get(inode, 0) + 1
+
+    def remove_opens(self, inode: int, count: int) -> int:
+        """Remove this many registrations of an inode. Returns how many of them the shard may know."""
+        opens = self.open
+        left = opens.get(inode, 0) - count
+        if left > 0:
+            opens[inode] = left
+        else:
+            opens.pop(inode, None)
+        unreported = self.unreported.pop(inode, 0)
+        if unreported > count:
+            self.unreported[inode] = unreported - count
+            return 0
+        return count - unreported
+
     def wake(self) -> None:
         """Wake the first task that waits for a slot."""
         while self.waiting:
@@ -69,3 +98,27 @@ class ShardSession:
     def wake_all(self) -> None:
         while self.waiting:
             self.wake()
+
+
+class ShardSessions:
+    """The sessions of a client, by shard. `view` has the pool map, which says the shard of an inode."""
+
+    def __init__(self, view: Any) -> None:
+        self._view = view
+        self._map: Any = None
+        self._shard_of_partition: tuple[int, ...] = ()
+        self.by_shard: dict[int, ShardSession] = {}
+
+    def of(self, inode: int) -> ShardSession:
+        """The session at the inode's shard; created at its first use."""
+        pool_map = self._view.map
+        if pool_map is not self._map:
+            self._shard_of_partition, self._map = pool_map.shard_of_partition, pool_map
+        return self.at(self._shard_of_partition[inode >> _COUNTER_BITS])
+
+    def at(self, shard: int) -> ShardSession:
+        """The session at the shard; created at its first use."""
+        state = self.by_shard.get(shard)
+        if state is None:
+            state = self.by_shard[shard] = ShardSession(shard)
+        return state
