@@ -28,11 +28,10 @@ from collections.abc import Awaitable, Callable
 import uvloop
 
 import nvpool
-from nvpool.client.data.chunk_client import reads_struct
+from nvpool.client.data.read_messages import encode_read
 from nvpool.client.state.options import ClientOptions
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.units import parse_bytes
-from nvpool.rpc.v1.data_pb2 import ReadRequest
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
 from nvpool.sdk.async_filesystem import AsyncFileSystem
 
@@ -99,12 +98,10 @@ async def raw(
     deadline_s = SYSTEM_CLOCK.boottime_s() + options.seconds + 100
 
     def message(place: int) -> bytes:
-        reads = reads_struct(1).pack(
-            opened.inode, place >> opened.chunk_bits, place & opened.chunk_mask, options.block, 0, 0
+        index, within = place >> opened.chunk_bits, place & opened.chunk_mask
+        return encode_read(
+            chunks.epoch, lane.target, opened.inode, index, within, options.block, opened.grant, 0
         )
-        return ReadRequest(
-            map_epoch=chunks.epoch, target=lane.target, grants=[opened.grant], reads=reads
-        ).SerializeToString()
 
     messages = {place: message(place) for place in range(0, options.region, options.block)}
 

@@ -34,6 +34,7 @@ cdef class ByteWriter:
     cdef int put_u64(self, Py_ssize_t place, uint64_t value) except -1
     cdef uint32_t crc(self, Py_ssize_t first) noexcept
     cdef int send(self, int fd) noexcept
+    cdef int send_with(self, int fd, const uint8_t *more, Py_ssize_t count) noexcept
 
 
 cdef class ByteReader:
@@ -59,6 +60,7 @@ cdef class ByteReader:
     cdef int leave(self, Py_ssize_t mark) noexcept
     cdef Py_ssize_t place(self) noexcept
     cdef int open_part(self, bytearray buffer, Py_ssize_t begin, Py_ssize_t end) except -1
+    cdef int open_at(self, owner, const uint8_t *begin, Py_ssize_t count) noexcept
 
 
 cdef class RequestFrames:
@@ -87,8 +89,31 @@ cdef class PayloadFrame:
     cdef object take(self)
 
 
+cdef class ReceivedReply:
+    cdef Py_buffer _message
+    cdef Py_buffer _payload
+    cdef object _kept
+    cdef bint _has_buffers
+    cdef const uint8_t *message_at
+    cdef const uint8_t *payload_at
+    cdef readonly Py_ssize_t message_bytes, payload_bytes
+    cpdef int open(self, message, payload) except -1
+    cdef int open_at(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes) noexcept
+    cpdef int close(self) except -1
+    cdef int read(self, ByteReader source) noexcept
+    cdef uint32_t u16(self, Py_ssize_t place) except? 0
+    cdef uint32_t u32(self, Py_ssize_t place) except? 0
+    cdef bint has_sums(self, Py_ssize_t place, Py_ssize_t first, Py_ssize_t count) noexcept
+    cdef int _check(self, Py_ssize_t first, Py_ssize_t count) except -1
+    cpdef object keep(self, Py_ssize_t first, Py_ssize_t count)
+    cdef object view(self, Py_ssize_t first, Py_ssize_t count)
+    cpdef int copy_to(self, into, Py_ssize_t first, Py_ssize_t count) except -1
+    cdef int write(self, int fd, ByteWriter head, Py_ssize_t first, Py_ssize_t count) except -1
+
+
 cpdef uint32_t crc32c_of(bytes some, Py_ssize_t first, Py_ssize_t end=*) noexcept
 cpdef bytes request_frame(uint32_t method, uint32_t number, uint32_t deadline_ms, bytes message)
+cpdef bytes request_frame_of(uint32_t method, uint32_t number, uint32_t deadline_ms, ByteWriter first, ByteWriter rest)
 cpdef bytes reply_frame(uint32_t number, uint32_t status, bytes message)
 cpdef Py_ssize_t receive(int fd, bytearray buffer) noexcept
 cpdef double boottime_s() noexcept

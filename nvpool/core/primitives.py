@@ -14,8 +14,9 @@ from errno import EIO
 from typing import Any
 
 from nvpool.core import clock
-from nvpool.core.checksum import crc32c
+from nvpool.core.checksum import block_checksums, crc32c
 from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.units import BLOCK_BYTES
 
 HEADER_BYTES = 32
 _MAGIC, _REQUEST, _REPLY = 0x504E, 2, 3
@@ -379,6 +380,81 @@ class PayloadFrame:
         return self._frame
 
 
+class ReceivedReply:
+    """Message and payload of a reply, in the memory where they were received.
+
+    The compiled receiver of frames opens it by `open_at` in the connection's buffer; there it is valid until the
+    receiver returns.
+    """
+
+    __slots__ = ("_message", "_payload", "message_bytes", "payload_bytes")
+
+    def __init__(self) -> None:
+        self.close()
+
+    def open(self, message: Any, payload: Any) -> None:
+        """Use these bytes, which must not change before `close`."""
+        self._message, self._payload = bytes(message), memoryview(payload)
+        self.message_bytes, self.payload_bytes = len(self._message), len(self._payload)
+
+    def close(self) -> None:
+        """Let go of the bytes."""
+        self._message, self._payload = b"", memoryview(b"")
+        self.message_bytes = self.payload_bytes = 0
+
+    def read(self, source: ByteReader) -> None:
+        """Let `source` read the message."""
+        source.open(self._message)
+
+    def _number(self, place: int, count: int) -> int:
+        if not 0 <= place <= self.message_bytes - count:
+            raise IndexError("the number lies outside of its message")
+        return int.from_bytes(self._message[place : place + count], "little")
+
+    def u16(self, place: int) -> int:
+        """The u16 at this place of the message."""
+        return self._number(place, 2)
+
+    def u32(self, place: int) -> int:
+        """The u32 at this place of the message."""
+        return self._number(place, 4)
+
+    def has_sums(self, place: int, first: int, count: int) -> bool:
+        """Whether payload[first : first + count] is of whole blocks whose checksums are at `place` of the message."""
+        if place < 0 or first < 0 or count < 0 or count % BLOCK_BYTES or first + count > self.payload_bytes:
+            return False
+        sums = block_checksums(self._payload[first : first + count])
+        return sums == self._message[place : place + len(sums)]
+
+    def _part(self, first: int, count: int) -> memoryview:
+        if not 0 <= first <= first + count <= self.payload_bytes:
+            raise IndexError("the part lies outside of its payload")
+        return self._payload[first : first + count]
+
+    def keep(self, first: int, count: int) -> memoryview:
+        """A part of the payload that stays valid."""
+        return self._part(first, count)
+
+    def view(self, first: int, count: int) -> memoryview:
+        """A part of the payload, not to be used once the reply is not valid any more."""
+        return self._part(first, count)
+
+    def copy_to(self, into: Any, first: int, count: int) -> None:
+        """Copy a part of the payload to the beginning of `into`, which may be the same memory."""
+        into = memoryview(into)
+        if len(into) < count:
+            raise IndexError("the part is longer than the memory for it")
+        into[:count] = self._part(first, count)
+
+    def write(self, fd: int, head: ByteWriter, first: int, count: int) -> int:
+        """Write `head` and a part of the payload by one call; return the error number, or 0."""
+        try:
+            os.writev(fd, (head.take(), self._part(first, count)))
+        except OSError as error:
+            return error.errno or 0
+        return 0
+
+
 def crc32c_of(some: bytes, first: int, end: int = sys.maxsize) -> int:
     """CRC32C of some[first:end]."""
     return crc32c(some[first:end])
@@ -387,6 +463,13 @@ def crc32c_of(some: bytes, first: int, end: int = sys.maxsize) -> int:
 def request_frame(method: int, number: int, deadline_ms: int, message: bytes) -> bytes:
     """Frame of a request without a payload (rpc/transports/frame)."""
     return _head(_REQUEST, method, number, deadline_ms, message, 0) + message
+
+
+def request_frame_of(
+    method: int, number: int, deadline_ms: int, first: ByteWriter, rest: ByteWriter
+) -> bytes:
+    """As `request_frame`, for a message in two parts."""
+    return request_frame(method, number, deadline_ms, first.take() + rest.take())
 
 
 def reply_frame(number: int, status: int, message: bytes) -> bytes:

@@ -1,13 +1,14 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """Compiled form of `primitives.py`, which states the contract of every class and function here."""
 
-from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_READ, PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
-from libc.string cimport memcpy, memmove
+from libc.string cimport memcmp, memcpy, memmove
 from posix.unistd cimport read, write
 
 cdef extern from "Python.h":
@@ -45,6 +46,16 @@ cdef extern from "_crc.h":
     void put64(uint8_t *at, uint64_t value) nogil
     void put64_big(uint8_t *at, uint64_t value) nogil
 
+cdef extern from "_block_sums.h":
+    int has_instruction() nogil
+    void sum_blocks(const unsigned char *data, size_t count, uint32_t *sums) nogil
+
+cdef extern from "sys/uio.h" nogil:
+    cdef struct iovec:
+        void *iov_base
+        size_t iov_len
+    ssize_t writev(int fd, const iovec *vectors, int count)
+
 cdef extern from "_record_mark.h":
     void put_mark(uint8_t *at, uint64_t mark) nogil
 
@@ -62,6 +73,7 @@ cdef enum:
     ROOM_BYTES = PAGE + (32 << 12)
     HUGE_ROOMS = 15             # in 2 MiB
     ROOMS_MAX = 4 * HUGE_ROOMS
+    SUMS_MAX = 48               # checksums that are computed together
 
 
 cdef class ByteWriter:
@@ -239,6 +251,12 @@ cdef class ByteWriter:
     cdef int send(self, int fd) noexcept:
         return errno if write(fd, self._begin, self._at - self._begin) < 0 else 0
 
+    cdef int send_with(self, int fd, const uint8_t *more, Py_ssize_t count) noexcept:
+        cdef iovec vectors[2]
+        vectors[0].iov_base, vectors[0].iov_len = self._begin, self._at - self._begin
+        vectors[1].iov_base, vectors[1].iov_len = <void *>more, count
+        return errno if writev(fd, vectors, 2) < 0 else 0
+
 
 cdef class ByteReader:
     cdef int open(self, bytes raw) except -1:
@@ -348,6 +366,14 @@ cdef class ByteReader:
         self._end = self._base + (end - begin)
         return 0
 
+    cdef int open_at(self, owner, const uint8_t *begin, Py_ssize_t count) noexcept:
+        self._raw = owner
+        self._base = self._at = begin
+        self._end = begin + count
+        self.failed = False
+        self.value = 0
+        return 0
+
 
 cdef class RequestFrames:
     cdef bytes take(self, bytearray buffer, Py_ssize_t at, Py_ssize_t end, Py_ssize_t message_max):
@@ -454,6 +480,99 @@ cdef class PayloadFrame:
         return memoryview(self) if self.payload_bytes > SMALL_BYTES else self._memory
 
 
+cdef class ReceivedReply:
+    def __dealloc__(self):
+        self.close()
+
+    cpdef int open(self, message, payload) except -1:
+        self.close()
+        PyObject_GetBuffer(message, &self._message, PyBUF_SIMPLE)
+        try:
+            PyObject_GetBuffer(payload, &self._payload, PyBUF_SIMPLE)
+        except BaseException:
+            PyBuffer_Release(&self._message)
+            raise
+        self._has_buffers = True
+        self._kept = payload if type(payload) is memoryview else memoryview(payload)
+        self.open_at(<const uint8_t *>self._message.buf, self._message.len, <const uint8_t *>self._payload.buf, self._payload.len)
+        return 0
+
+    cdef int open_at(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes) noexcept:
+        self.message_at, self.message_bytes = message, message_bytes
+        self.payload_at, self.payload_bytes = payload, payload_bytes
+        return 0
+
+    cpdef int close(self) except -1:
+        self.message_bytes = self.payload_bytes = 0
+        if self._has_buffers:
+            self._has_buffers, self._kept = False, None
+            PyBuffer_Release(&self._message)
+            PyBuffer_Release(&self._payload)
+        return 0
+
+    cdef int read(self, ByteReader source) noexcept:
+        return source.open_at(self._kept, self.message_at, self.message_bytes)
+
+    cdef uint32_t u16(self, Py_ssize_t place) except? 0:
+        if place < 0 or place > self.message_bytes - 2:
+            raise IndexError("the number lies outside of its message")
+        return get16(self.message_at + place)
+
+    cdef uint32_t u32(self, Py_ssize_t place) except? 0:
+        if place < 0 or place > self.message_bytes - 4:
+            raise IndexError("the number lies outside of its message")
+        return get32(self.message_at + place)
+
+    cdef bint has_sums(self, Py_ssize_t place, Py_ssize_t first, Py_ssize_t count) noexcept:
+        cdef uint32_t sums[SUMS_MAX]
+        cdef Py_ssize_t blocks = count >> 12, done = 0, some, at
+        if (place < 0 or first < 0 or count < 0 or count & (PAGE - 1) or first > self.payload_bytes - count
+                or place > self.message_bytes - blocks * 4):
+            return False
+        while done < blocks:
+            some = min(blocks - done, <Py_ssize_t>SUMS_MAX)
+            if has_instruction():
+                sum_blocks(self.payload_at + first + (done << 12), some, sums)
+            else:
+                for at in range(some):
+                    put32(<uint8_t *>&sums[at], crc_of(self.payload_at + first + (done + at << 12), PAGE))
+            if memcmp(sums, self.message_at + place + done * 4, some * 4):
+                return False
+            done += some
+        return True
+
+    cdef int _check(self, Py_ssize_t first, Py_ssize_t count) except -1:
+        if first < 0 or count < 0 or first > self.payload_bytes - count:
+            raise IndexError("the part lies outside of its payload")
+        return 0
+
+    cpdef object keep(self, Py_ssize_t first, Py_ssize_t count):
+        self._check(first, count)
+        if self._kept is not None:
+            return self._kept if count == self.payload_bytes else self._kept[first:first + count]
+        return memoryview(PyBytes_FromStringAndSize(<const char *>self.payload_at + first, count))
+
+    cdef object view(self, Py_ssize_t first, Py_ssize_t count):
+        self._check(first, count)
+        return PyMemoryView_FromMemory(<char *>self.payload_at + first, count, PyBUF_READ)
+
+    cpdef int copy_to(self, into, Py_ssize_t first, Py_ssize_t count) except -1:
+        cdef Py_buffer view
+        self._check(first, count)
+        PyObject_GetBuffer(into, &view, PyBUF_WRITABLE)
+        try:
+            if view.len < count:
+                raise IndexError("the part is longer than the memory for it")
+            memmove(view.buf, self.payload_at + first, count)
+        finally:
+            PyBuffer_Release(&view)
+        return 0
+
+    cdef int write(self, int fd, ByteWriter head, Py_ssize_t first, Py_ssize_t count) except -1:
+        self._check(first, count)
+        return head.send_with(fd, self.payload_at + first, count)
+
+
 cpdef uint32_t crc32c_of(bytes some, Py_ssize_t first, Py_ssize_t end=PY_SSIZE_T_MAX) noexcept:
     end = min(end, PyBytes_GET_SIZE(some))
     first = min(first, end)
@@ -471,6 +590,16 @@ cdef bytes frame_of(uint8_t kind, uint32_t code, uint32_t number, uint32_t deadl
 
 cpdef bytes request_frame(uint32_t method, uint32_t number, uint32_t deadline_ms, bytes message):
     return frame_of(REQUEST, method, number, deadline_ms, message)
+
+
+cpdef bytes request_frame_of(uint32_t method, uint32_t number, uint32_t deadline_ms, ByteWriter first, ByteWriter rest):
+    cdef Py_ssize_t before = first.size(), count = before + rest.size()
+    cdef bytes frame = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + count)
+    cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(frame)
+    first.copy_to(at + HEADER_BYTES)
+    rest.copy_to(at + HEADER_BYTES + before)
+    put_head(at, REQUEST, <uint16_t>method, number, deadline_ms, <uint32_t>count, 0, crc_of(at + HEADER_BYTES, count))
+    return frame
 
 
 cpdef bytes reply_frame(uint32_t number, uint32_t status, bytes message):

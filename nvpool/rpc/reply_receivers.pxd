@@ -4,6 +4,8 @@
 cimport cython
 from libc.stdint cimport uint32_t
 
+from nvpool.core.primitives cimport ReceivedReply
+
 cdef uint32_t _NUMBER_MASK
 
 
@@ -14,6 +16,10 @@ cdef class ReplyBurst:
 
 cdef class ReplyReceiver:
     cpdef ReplyBurst receive(self, bytes message)
+
+
+cdef class PayloadReceiver:
+    cpdef ReplyBurst receive_reply(self, ReceivedReply reply)
 
 
 @cython.locals(number=uint32_t)

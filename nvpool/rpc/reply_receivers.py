@@ -1,15 +1,17 @@
 """Receivers of replies that are sent many at a time, and the entry of their requests in a connection's table.
 
-A reply without a payload that reaches a client connection in its receive buffer is passed to a `ReplyReceiver`
-as bytes, without a Reply object. The receivers of one sender return the same `ReplyBurst`. Its `go_on` is called
-once the replies that arrived together are handled, and sends the next requests. Where frames are not read by the
-compiled module (rpc/transports/_frame), a receiver is called as any other `on_done`. Used by the fast paths of
-the mount and of the store.
+A reply that reaches a client connection in its receive buffer is passed to its receiver without a Reply object: to
+a `ReplyReceiver` as the bytes of a message without payload, to a `PayloadReceiver` in the buffer. The receivers of
+one sender return the same `ReplyBurst`. Its `go_on` is called once the replies that arrived together are handled, and
+sends the next requests. Where frames are not read by the compiled module (rpc/transports/_frame), a receiver is called
+as any other `on_done`. Used by the fast paths of the mount and of the store.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from nvpool.core.primitives import ReceivedReply
 
 _NUMBER_MASK = 0xFFFFFFFF
 
@@ -36,6 +38,16 @@ class ReplyReceiver:
 
         After None the object is called as any other `on_done`.
         """
+        return None
+
+
+class PayloadReceiver:
+    """An `on_done` that may receive a successful reply with its payload, without a copy."""
+
+    __slots__ = ()
+
+    def receive_reply(self, reply: ReceivedReply) -> ReplyBurst | None:
+        """Handle the reply, which is valid until return; the result is that of `ReplyReceiver.receive`."""
         return None
 
 

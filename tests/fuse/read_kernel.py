@@ -105,9 +105,11 @@ def replace_transports(host, make_transport):
 
 WAYS = ("ordinary", pytest.param("compiled", marks=pytest.mark.compiled))
 """Parameter sets of a test that runs on both paths."""
+TYPED_WAYS = ("ordinary", "compiled")
+"""The same for a fast path that also runs interpreted."""
 
 
-def path_decorators(mounted):
+def path_decorators(mounted, ways=WAYS):
     """For `mounted(way)`: decorators of tests, for one given way, for both ways, and for the compiled one only."""
 
     def on_a_mount(test, *options):
@@ -122,7 +124,7 @@ def path_decorators(mounted):
         return run
 
     def on_both_paths(test):
-        return pytest.mark.parametrize("way", WAYS)(on_a_mount(test))
+        return pytest.mark.parametrize("way", ways)(on_a_mount(test))
 
     def on_fast_path(test):
         run = on_a_mount(test)
@@ -131,6 +133,6 @@ def path_decorators(mounted):
             run("compiled")
 
         alone.__name__ = test.__name__
-        return pytest.mark.compiled(alone)
+        return alone if ways is TYPED_WAYS else pytest.mark.compiled(alone)
 
     return on_a_mount, on_both_paths, on_fast_path

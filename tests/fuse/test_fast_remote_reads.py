@@ -1,4 +1,4 @@
-"""Reads from remote stores on the compiled fast path: bytes and errors as on the slow path, whatever happens meanwhile."""
+"""Reads from remote stores on the fast path: bytes and errors as on the slow path, whatever happens meanwhile."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
 from tests.fuse.read_kernel import (
     CONTENT,
-    WAYS,
+    TYPED_WAYS,
     ChunkedTransport,
     Reading,
     path_decorators,
@@ -81,7 +81,8 @@ class Mounted(Reading):
 
     @property
     def far(self):
-        return self.engine.fast_paths.remote_reads.compiled
+        plan = self.engine.fast_paths.reads.plan
+        return None if plan is None else plan.reads
 
     def forget_pages(self):
         for service in self.host.pool.stores.values():
@@ -119,7 +120,7 @@ async def mounted(way="compiled", options=FAR, replicas=1):
         kernel.assert_nothing_left()
 
 
-on_a_mount, on_both_paths, on_fast_path = path_decorators(mounted)
+on_a_mount, on_both_paths, on_fast_path = path_decorators(mounted, TYPED_WAYS)
 
 
 @on_both_paths
@@ -156,6 +157,7 @@ async def test_concurrent_reads_from_drive_and_memory(kernel):
     assert kernel.engine.fast_paths.read_bytes + kernel.engine.requests.read_bytes - before == total
 
 
+@pytest.mark.compiled
 @on_fast_path
 async def test_large_replies_are_forwarded_from_the_receive_buffer(kernel):
     number = await kernel.open()
@@ -225,7 +227,7 @@ async def test_holes_are_zeros(kernel):
 
 
 @pytest.mark.parametrize("cold", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TYPED_WAYS)
 def test_flipped_byte_on_the_drive_is_an_error(way, cold):
     @on_a_mount
     async def flipped(kernel):
@@ -328,7 +330,7 @@ async def test_changed_reply_gives_right_bytes_or_an_error(kernel):
         errors.Unavailable,
     ],
 )
-@pytest.mark.parametrize("way", WAYS[::-1])
+@pytest.mark.parametrize("way", TYPED_WAYS[::-1])
 def test_temporary_refusal_is_retried(way, error):
     @on_a_mount
     async def refused(kernel):
@@ -364,7 +366,7 @@ async def test_permanent_refusal_is_an_error_without_retry(kernel):
     assert await kernel.read(number, 5 * BLOCK, BLOCK) == CONTENT[5 * BLOCK : 6 * BLOCK]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TYPED_WAYS)
 def test_silent_store_is_an_error_at_the_deadline(way):
     async def silent(kernel):
         number = await kernel.open()
@@ -516,7 +518,6 @@ async def test_statistics_are_those_of_the_slow_path(kernel):
     assert [now - then for now, then in zip(counted(), before, strict=True)] == [*[10] * 4, 10 * BLOCK]
 
 
-@pytest.mark.compiled
 def test_unmounted_engine_does_not_wait_for_replies():
     async def work():
         async with Far() as host:
@@ -543,7 +544,6 @@ def test_unmounted_engine_does_not_wait_for_replies():
     run_whole(work(), 120)
 
 
-@pytest.mark.compiled
 def test_leaving_engine_waits_for_replies():
     async def work():
         async with Far() as host, Mounted(host) as kernel:
@@ -567,3 +567,24 @@ def test_leaving_engine_waits_for_replies():
             await asyncio.wait_for(leaving, 60)
 
     run_whole(work(), 120)
+
+
+@on_fast_path
+async def test_reads_beside_unstored_bytes_take_the_slow_path(kernel):
+    number = await kernel.open()
+    plan, inode = kernel.far, kernel.handle(number).inode
+    content = bytearray(CONTENT)
+    handle = await kernel.vfs.open(inode, os.O_RDWR, ME)
+    await kernel.vfs.write(handle, 9 * BLOCK + 5, b"unstored")
+    content[9 * BLOCK + 5 : 9 * BLOCK + 13] = b"unstored"
+    before = plan.read_bytes
+    for block in (3, 9, 20):
+        assert await kernel.read(number, block * BLOCK, BLOCK) == content[block * BLOCK : (block + 1) * BLOCK]
+    assert plan.read_bytes == before
+    await kernel.vfs.flush(handle)
+    file = kernel.handle(number).file
+    assert file.written is not None and not file.written.dirty and not file.written.sending
+    for block in (3, 9, 20):
+        assert await kernel.read(number, block * BLOCK, BLOCK) == content[block * BLOCK : (block + 1) * BLOCK]
+    assert plan.read_bytes > before
+    await kernel.vfs.release(handle)

@@ -1,4 +1,4 @@
-"""Compiled reads of a mount in a pool with two replicas: the choice of the replica, silent targets, errors."""
+"""Fast reads of a mount in a pool with two replicas: the choice of the replica, silent targets, errors."""
 
 import asyncio
 import gc
@@ -13,11 +13,11 @@ from nvpool.core.units import KIB, MIB
 from nvpool.fuse.protocol.constants import Op
 from tests.fuse import test_fast_remote_reads as remote
 from tests.fuse import test_fast_small_reads as small
-from tests.fuse.read_kernel import CONTENT, WAYS, path_decorators, places, until
+from tests.fuse.read_kernel import CONTENT, TYPED_WAYS, path_decorators, places, until
 from tests.unit.client.data.test_short_circuit import BLOCK, ME, some
 
 on_large_files, on_large_files_both_ways, on_large_files_compiled = path_decorators(
-    lambda way: remote.mounted(way, remote.FAR, 2)
+    lambda way: remote.mounted(way, remote.FAR, 2), TYPED_WAYS
 )
 on_small_files, on_small_files_both_ways, _ = path_decorators(lambda way: small.mounted(way, remote.FAR, 2))
 
@@ -103,7 +103,7 @@ async def test_target_that_stays_silent_is_avoided(kernel):
 
 
 @pytest.mark.parametrize("winner", [1, 2])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TYPED_WAYS)
 def test_first_reply_counts_and_the_second_is_dropped(way, winner):
     @on_large_files
     async def race(kernel):
@@ -169,7 +169,7 @@ async def test_hedged_read_can_be_interrupted(kernel):
 @pytest.mark.parametrize(
     "error", [errors.Busy, errors.StaleTenure, errors.ChecksumMismatch, errors.Unavailable]
 )
-@pytest.mark.parametrize("way", WAYS[::-1])
+@pytest.mark.parametrize("way", TYPED_WAYS[::-1])
 def test_refused_read_goes_to_the_other_replica(way, error):
     @on_large_files
     async def refused(kernel):

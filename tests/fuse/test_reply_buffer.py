@@ -254,7 +254,7 @@ async def test_late_replies_of_an_ended_engine_are_dropped(two):
     assert (
         not first.engine.requests.work
         and first.engine.fast_paths.small_files.compiled is None
-        and first.engine.fast_paths.remote_reads.compiled is None
+        and first.engine.fast_paths.reads.plan is None
     )
     for unique, (error, _) in (await first.answers(asked[0])).items():
         assert error == -4 and unique in asked[0]
@@ -286,7 +286,7 @@ async def test_connection_that_ends_halfway_answers_each_read_once(two):
     asked = await two.request(9, (BLOCK,))
     said = await two.held_frames()
     two.release()
-    paths = first.engine.fast_paths.small_files, first.engine.fast_paths.remote_reads
+    paths = first.engine.fast_paths.small_files, first.engine.fast_paths.reads
     some_ended, ended = paths[0].some_ended, []
     for connection, its in said.items():
 

@@ -5,9 +5,8 @@ that id until a store answers. An outdated map or grant is refreshed, and the re
 operation ends by its deadline.
 
 The chunk client never reads or writes more than it is asked for, and never changes sizes: bytes behind the
-end of a chunk read as zeros, and the caller, who knows the file's end, trims them. Reads create no task.
-Reads of one event-loop iteration for one target travel in one message; a read that finds its target idle is
-sent immediately. Used by the reader, the writer and vfs.
+end of a chunk read as zeros, and the caller, who knows the file's end, trims them. Reads create no task, unless
+they must wait or be retried; `store_reads` gathers and sends them. Used by the reader, the writer and vfs.
 """
 
 from __future__ import annotations
@@ -21,18 +20,11 @@ from functools import partial
 
 from nvpool.client.data.data_loss_check import DataLossCheck
 from nvpool.client.data.head_watch import HeadWatch
-from nvpool.client.data.hedged_reads import LATE_S, HedgedReads, Hedging, SentRead, settle
-from nvpool.client.data.read_queue import (
-    Read,
-    ReadQueue,
-    error_of,
-    mismatch,
-    reads_struct,
-    results_struct,
-    submit_into,
-)
+from nvpool.client.data.hedged_reads import LATE_S, HedgedReads, Hedging, SentRead
+from nvpool.client.data.read_queue import Read, ReadQueue
 from nvpool.client.data.replica_choice import Replicas
 from nvpool.client.data.short_circuit import ShortCircuitReads
+from nvpool.client.data.store_reads import StoreReads
 from nvpool.client.data.unstable_writes import PATIENCE_S, StoreCommit, Stored, WrittenAt
 from nvpool.client.data.volume_key_cache import VolumeKeys
 from nvpool.client.data.write_fast_path import SubmittedWrite, is_alone
@@ -42,7 +34,6 @@ from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.pool_map_cache import PoolView
 from nvpool.core import errors
-from nvpool.core.checksum import block_checksums, crc32c
 from nvpool.core.clock import Clock
 from nvpool.core.errors import (
     Busy,
@@ -66,36 +57,14 @@ from nvpool.core.errors import (
 )
 from nvpool.core.futures import BlocksFuture, abandon
 from nvpool.core.grants import READ, WRITE
-from nvpool.core.units import BLOCK_BYTES, KIB, MIB, SLOTS_PER_SESSION
+from nvpool.core.units import SLOTS_PER_SESSION
 from nvpool.poolmap.model import Chain
-from nvpool.rpc.messages.read_write_codec import (
-    ALL_OF_BLOCKS,
-    CLIENT_CACHES,
-    decode_read_reply,
-    decoded,
-    encode_read_request,
-)
+from nvpool.rpc.messages.read_write_codec import ALL_OF_BLOCKS, decoded
 from nvpool.rpc.v1 import data_pb2, wire_pb2
 
 log = logging.getLogger(__name__)
 
 _WRITE = struct.Struct("<QQQIIIHH")
-GATHER_READS = 256
-"""Reads in one batch: enough to make the message's cost negligible.
-
-More would delay the first reads of the batch.
-"""
-GATHER_BYTES = 2 * MIB
-_ALONE_BYTES = 256 * KIB
-"""Size from which on a read travels alone. A batch would save nothing, and delay its reply."""
-HALVED_READS = 8
-PART_BYTES = 512 * KIB
-"""From HALVED_READS batched reads, or this many bytes, a batch travels in parts.
-
-So the store works on the next part while the client handles the first. In a single message the drive, the
-store, the client and the application would take turns: 16 readers of 128 KiB got 245 MiB/s instead of 400,
-over TCP and cold.
-"""
 _LANES_PER_FILE = 65536
 
 
@@ -134,8 +103,6 @@ class ChunkClient:
         self.slots = list(range(SLOTS_PER_SESSION))
         self.slot_waiters: deque[asyncio.Future] = deque()
         self._tasks: set[asyncio.Task] = set()
-        self.read_flags = CLIENT_CACHES if options.direct_reads else 0
-        self._held: list[ReadQueue] | None = None  # target queues with reads that wait for send_held
         self.replicas = Replicas(view, clock, dialer.greeting.host_id, options.rack, self.lane)
         self.heads = HeadWatch(view, clock, self.chain)
         self.hedging = Hedging(clock, self._is_late, self._look_for_slow, lambda: self.counters["reads"])
@@ -147,6 +114,7 @@ class ChunkClient:
         self._open_files = open_files
         self._path_text = path_text
         self.counters = {"reads": 0, "messages": 0, "writes": 0, "repeats": 0, "mismatches": 0}
+        self.reads = StoreReads(self)
         view.changed.append(self._map_changed)
         events.file_changed.append(self.short.forget)
 
@@ -230,95 +198,31 @@ class ChunkClient:
         missed: bool = False,
     ) -> None:
         """As `read`, into the caller's future. `missed`: the caller has just tried a read from memory."""
-        job = Read(
-            file, index, offset, length, into, future, self.clock.boottime_s() + self.options.deadline_s
-        )
-        file.grant_used = True
-        if file.encrypted and file.key is None:
-            self._own_reads(self._read_with_key(job), [job])
-            return
-        try:
-            lane = file.lanes.get(index) or self.find_lane(file, index)
-        except Stale as error:
-            self._again(job, error)
-            return
-        if self.short.on:
-            if index not in file.located:
-                self.short.want(file, index, lane)
-            elif self.short.try_read(
-                file,
-                index,
-                offset,
-                length,
-                lane,
-                partial(self._complete_short_circuit, lane, job),
-                missed=missed,
-            ):
-                return
-        if (
-            length >= _ALONE_BYTES
-            or into is not None
-            or not (lane.in_flight or lane.pending or self._held is not None)
-        ):
-            self.send(lane, [job])
-            return
-        lane.pending.append(job)
-        lane.pending_bytes += length
-        if len(lane.pending) >= GATHER_READS or lane.pending_bytes >= GATHER_BYTES:
-            self._send_pending(lane)
-        elif not lane.scheduled:
-            lane.scheduled = True
-            if self._held is None:
-                self._loop.call_soon(self._turn_over, lane)
-            else:
-                self._held.append(lane)
+        now_s = self.reads.now_s()
+        job = Read(file, index, offset, length, into, future, now_s + self.reads.patience_s)
+        self.reads.begin(job, missed, False, now_s)
+
+    def fetch_key(self, job: Read) -> None:
+        """Start a read of a file of an encrypted volume once the volume's key is here."""
+        self._own_reads(self._read_with_key(job), [job])
 
     async def _read_with_key(self, job: Read) -> None:
-        """Do the first read of a file of an encrypted volume, which needs the key."""
         try:
             await self.keys.fetch(job.file)
         except NvpoolError as error:
-            if not job.future.done():
-                job.future.set_exception(error)
+            if not job.done():
+                job.set_exception(error)
             return
-        if not job.future.done():
-            self.begin(job.file, job.index, job.offset, job.length, job.future, job.into)
-
-    def hold(self) -> None:
-        """Batch all reads until `send_held`, which must be called in the same event-loop iteration."""
-        if self._held is None:
-            self._held = []
-
-    def send_held(self) -> None:
-        held, self._held = self._held, None
-        for lane in held or ():
-            self._turn_over(lane)
-
-    def _complete_short_circuit(self, lane: ReadQueue, job: Read, found: memoryview | None) -> None:
-        if found is not None:
-            settle(job, found)
-        elif not job.future.done():
-            self.send(lane, [job])
-
-    def _turn_over(self, lane: ReadQueue) -> None:
-        lane.scheduled = False
-        if lane.pending:
-            self._send_pending(lane)
-
-    def _send_pending(self, lane: ReadQueue) -> None:
-        jobs, lane.pending = lane.pending, []
-        size, lane.pending_bytes = lane.pending_bytes, 0
-        parts = max(-(-size // PART_BYTES), 1 + (len(jobs) >= HALVED_READS))
-        each = -(-len(jobs) // parts)
-        for at in range(0, len(jobs), each):
-            self.send(lane, jobs[at : at + each])
+        if not job.done():
+            self.reads.begin(job)
 
     def send(self, lane: ReadQueue, jobs: list[Read]) -> None:
-        connection = self.dialer.live(lane.endpoints)
-        if connection is None:
-            self._own_reads(self._send_when_connected(lane, jobs), jobs)
-            return
-        self._submit(connection, lane, jobs)
+        """Send the reads to the target in one message, once it is connected."""
+        self.reads.send(lane, jobs)
+
+    def send_when_connected(self, lane: ReadQueue, jobs: list[Read]) -> None:
+        """Connect to the target, then send the reads in one message."""
+        self._own_reads(self._send_when_connected(lane, jobs), jobs)
 
     def _own_reads(self, work, jobs: list[Read]) -> None:
         self.own(work).add_done_callback(partial(_closed, jobs))
@@ -327,9 +231,9 @@ class ChunkClient:
         try:
             connection = await self.dialer.connect(lane.endpoints, self.connect_until_s(jobs[0].deadline_s))
         except NvpoolError as error:
-            self._all_again(jobs, error, lane)
+            self.all_again(jobs, error, lane)
             return
-        self._submit(connection, lane, jobs)
+        self.reads.submit(connection, lane, jobs)
 
     def connect_until_s(self, deadline_s: float) -> float:
         """Deadline of a connection attempt to a target, before other replicas are asked.
@@ -338,117 +242,9 @@ class ChunkClient:
         """
         return min(deadline_s, self.clock.boottime_s() + LATE_S) if self.replicas.several else deadline_s
 
-    def _submit(self, connection, lane: ReadQueue, jobs: list[Read]) -> None:
-        if len(jobs) == 1:
-            job = jobs[0]
-            grants = [job.file.grant]
-            reads = reads_struct(1).pack(
-                job.file.inode, job.index, job.offset, job.length, 0, self.read_flags
-            )
-            into, verify = job.into, job.verify
-        else:
-            places: dict[bytes, int] = {}
-            flat: list[int] = []
-            for job in jobs:
-                file = job.file
-                flat += (
-                    file.inode,
-                    job.index,
-                    job.offset,
-                    job.length,
-                    places.setdefault(file.grant, len(places)),
-                    self.read_flags,
-                )
-            grants = list(places)
-            reads = reads_struct(len(jobs)).pack(*flat)
-            into, verify = None, False
-        message = encode_read_request(self.epoch, lane.target, grants, reads, verify)
-        self.counters["messages"] += 1
-        self.counters["reads"] += len(jobs)
-        lane.in_flight += 1
-        on_done, sent = partial(self._answered, lane, jobs), None
-        if self.replicas.several:
-            sent = self.hedging.watch(lane, jobs, self._seconds.ask)
-            on_done = partial(self._answered_watched, sent)
-        if into is None:
-            connection.submit(
-                wire_pb2.DATA_READ,
-                message,
-                deadline_s=jobs[0].deadline_s,
-                on_done=on_done,
-                room=sum([job.length for job in jobs]),
-            )
-        else:
-            end = submit_into(connection, lane, message, into, job.future, job.deadline_s, on_done)
-            if sent is not None:
-                sent.end = end
-
-    def _answered_watched(self, sent: SentRead, reply, error) -> None:
-        self.hedging.came(sent, error is None)
-        self._answered(sent.lane, sent.jobs, reply, error)
-
-    def answered(self, lane: ReadQueue, jobs: list[Read], reply, error) -> None:
-        """Handle the result of reads that another module has sent and counted in the queue."""
-        self._answered(lane, jobs, reply, error)
-
     def hedge(self, sent: SentRead) -> None:
-        """Send slow reads that another module has sent to another replica too."""
+        """Send the slow reads of a message to another replica too."""
         self._seconds.ask(sent)
-
-    def _answered(self, lane: ReadQueue, jobs: list[Read], reply, error) -> None:
-        lane.in_flight -= 1
-        if error is None:
-            try:
-                packed, checksums = decode_read_reply(reply.message)
-                results = results_struct(len(jobs)).unpack(packed)
-            except (CorruptFrame, struct.error):
-                error = CorruptFrame("a store's answer to a read does not fit the question")
-        if error is not None:
-            self._all_again(jobs, error, lane)
-            return
-        payload = reply.payload
-        at = place = 0
-        for number, job in enumerate(jobs):
-            status, length = results[4 * number], results[4 * number + 2]
-            if status:
-                self._again(job, error_of(status, job), lane)
-                continue
-            part = payload[at : at + length]
-            at += length
-            if length == BLOCK_BYTES:
-                good = crc32c(part).to_bytes(4, "little") == checksums[place : place + 4]
-                place += 4
-            else:
-                end = place + length // BLOCK_BYTES * 4
-                good = (
-                    len(part) == length <= job.length
-                    and not length % BLOCK_BYTES
-                    and block_checksums(part) == checksums[place:end]
-                )
-                place = end
-            if not good:
-                self.counters["mismatches"] += 1
-                self._again(job, mismatch(job, lane), lane)
-                continue
-            future = job.future
-            if future.done():
-                continue
-            into = job.into
-            if job.file.key is not None:
-                target = memoryview(bytearray(length)) if into is None else into[:length]
-                part = job.file.key.cipher.decrypt(job.file.inode, job.index, job.offset >> 12, part, target)
-            if into is not None:
-                if part.obj is not into.obj:
-                    into[:length] = part  # the transport could not receive in place
-                if length != job.length:
-                    into[length:] = bytes(job.length - length)
-                future.set_result(into)
-            elif length == job.length:
-                future.set_result(part)
-            else:
-                whole = bytearray(job.length)
-                whole[:length] = part
-                future.set_result(memoryview(whole))
 
     def _is_late(self, lane: ReadQueue) -> None:
         if self.replicas.failed(lane):
@@ -458,7 +254,8 @@ class ChunkClient:
         if self.replicas.shun_slow(self.lanes.values()):
             self._forget_lanes()
 
-    def _all_again(self, jobs: list[Read], error: BaseException, lane: ReadQueue) -> None:
+    def all_again(self, jobs: list[Read], error: BaseException, lane: ReadQueue) -> None:
+        """As `again`, for each of these reads."""
         if (
             self.replicas.several
             and isinstance(error, Unavailable)
@@ -466,16 +263,16 @@ class ChunkClient:
         ):
             self._is_late(lane)
         for job in jobs:
-            self._again(job, error, lane)
+            self.again(job, error, lane)
 
-    def _again(self, job: Read, error: BaseException, lane: ReadQueue | None = None) -> None:
-        """Handle `error` of `lane`: fail the future, or start a task that retries the read."""
+    def again(self, job: Read, error: BaseException, lane: ReadQueue | None = None) -> None:
+        """Handle `error` of `lane`: end the read with it, or start a task that retries the read."""
         if lane is not None and isinstance(error, Unavailable | Damaged | StaleTenure):
             job.tried = (*job.tried, lane)
-        if job.future.done():
+        if job.done():
             return
         if job.second or isinstance(error, StaleCut) or not isinstance(error, (Stale, Unavailable, Damaged)):
-            job.future.set_exception(error)
+            job.set_exception(error)
             return
         if isinstance(error, Damaged):
             targets: tuple[int, ...] = ()
@@ -491,7 +288,7 @@ class ChunkClient:
                     job.offset,
                     job.length,
                 )
-                job.future.set_exception(error)
+                job.set_exception(error)
                 return
             job.verify = True
         self._own_reads(self._repeat(job, error), [job])
@@ -506,14 +303,14 @@ class ChunkClient:
             if not (others and job.tried and elsewhere):  # otherwise ask one of the others immediately
                 job.tried = ()
                 await self.mend(job.file, error, job.reason, job.tries, job.deadline_s, READ)
-            if job.future.done():
+            if job.done():
                 return
             self.send(self.find_lane(job.file, job.index, job.tried), [job])
         except Stale as stale:
-            self._again(job, stale)
+            self.again(job, stale)
         except NvpoolError as final:
-            if not job.future.done():
-                job.future.set_exception(final)
+            if not job.done():
+                job.set_exception(final)
 
     async def mend(
         self,
@@ -854,5 +651,5 @@ def _closed(jobs: list[Read], task: asyncio.Task) -> None:
     """Fail the reads that a cancelled task had in hand."""
     if task.cancelled():
         for job in jobs:
-            if not job.future.done():
-                job.future.set_exception(Cancelled("the client was closed"))
+            if not job.done():
+                job.set_exception(Cancelled("the client was closed"))

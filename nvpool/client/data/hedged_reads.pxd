@@ -4,12 +4,12 @@
 cimport cython
 
 from nvpool.client.data.read_queue cimport ReadQueue
-from nvpool.rpc.transports._frame cimport ReplyTaker
+from nvpool.rpc.reply_receivers cimport PayloadReceiver
 
 cdef double _MEASURED_S
 
 
-cdef class SentRead(ReplyTaker):
+cdef class SentRead(PayloadReceiver):
     cdef public ReadQueue lane
     cdef public object jobs, again, end
     cdef public double sent_s, cost

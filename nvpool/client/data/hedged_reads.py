@@ -26,6 +26,7 @@ from nvpool.core.clock import Clock
 from nvpool.core.errors import NvpoolError, Stale, StaleGrant, StaleSession, Unavailable
 from nvpool.core.futures import BlocksFuture
 from nvpool.core.grants import READ
+from nvpool.rpc.reply_receivers import PayloadReceiver
 
 log = logging.getLogger(__name__)
 
@@ -45,21 +46,21 @@ SMOOTHED = 1 / 16
 SECOND_S = 5.0
 """Time for one more attempt at another replica, before the next one is asked."""
 MEASURED_S = 0.001
-"""Time after a measured reply of a target in which compiled reads do not measure another one.
+"""Time after a measured reply of a target in which good replies do not measure another one.
 
-A measurement is general code, which would cost a good part of what compiled code saves. So at most a
-thousand replies a second and target are measured, fast and slow ones alike: to add all slow ones would raise
-the 95th percentile, and with it the time before a read is sent twice.
+A measurement costs a good part of what a read costs. So at most a thousand replies a second and target are
+measured, fast and slow ones alike: to add all slow ones would raise the 95th percentile, and with it the time
+before a read is sent twice.
 """
 
 _MEASURED_S = MEASURED_S
 
 
-class SentRead:
+class SentRead(PayloadReceiver):
     """A message with reads in flight. `again(sent)` sends the reads to another replica.
 
-    `jobs`: the reads; None while compiled code answers them. Compiled, a SentRead can take replies from the receive
-    buffer (rpc/transports/_frame.ReplyTaker), and the messages of the mount's compiled reads derive from it.
+    `jobs`: the reads; None while compiled code answers them. The messages of `store_reads` derive from it, and
+    receive their replies.
     """
 
     __slots__ = ("lane", "jobs", "sent_s", "again", "count", "cost", "end", "is_hedged", "is_watched")
@@ -160,7 +161,7 @@ class Hedging:
         self.measure(sent.lane, self._now_s() - sent.sent_s, good)
 
     def came_at(self, sent: SentRead, now_s: float) -> None:
-        """Record the end of a compiled read with a good reply; measure it if MEASURED_S have passed."""
+        """Record the end of a message with a reply; measure it if MEASURED_S have passed."""
         self.sent.pop(sent, None)
         lane = sent.lane
         if now_s - lane.measured_s >= _MEASURED_S:
@@ -239,7 +240,7 @@ class HedgedReads:
     def ask(self, sent: SentRead) -> None:
         """Send each of these reads to another replica, if there is one."""
         for job in sent.jobs:
-            if job.future.done() or job.second:
+            if job.done() or job.second:
                 continue
             try:
                 lane = self._chunks.find_lane(job.file, job.index, (*job.tried, sent.lane))
@@ -259,7 +260,7 @@ class HedgedReads:
         return coming
 
     def _came(self, job: Read, sent: SentRead, found: memoryview | None, error: BaseException | None) -> None:
-        if job.future.done():
+        if job.done():
             return
         if error is None:
             sent.end()
@@ -278,12 +279,12 @@ class HedgedReads:
         At the deadline the first request ends with the error.
         """
         tries = 0
-        while not job.future.done() and (left_s := job.deadline_s - self._clock.boottime_s()) > 0:
+        while not job.done() and (left_s := job.deadline_s - self._clock.boottime_s()) > 0:
             tries += 1
             await self._pause(Unavailable(), tries, left_s)
             try:
                 lane = self._chunks.find_lane(job.file, job.index, (sent.lane,))
-                if lane is sent.lane or job.future.done():
+                if lane is sent.lane or job.done():
                     continue
                 second = self._ask(job, sent, lane, min(job.deadline_s, self._clock.boottime_s() + SECOND_S))
                 ended = asyncio.get_running_loop().create_future()
@@ -309,9 +310,9 @@ def _complete_and_wake(
 
 def settle(job: Read, found: memoryview) -> None:
     """Complete the read with these bytes."""
-    if job.future.done():
+    if job.done():
         return  # the caller gave up and owns the buffer again
     if job.into is not None:
         job.into[:] = found
         found = job.into
-    job.future.set_result(found)
+    job.set_result(found)

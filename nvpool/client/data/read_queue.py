@@ -1,30 +1,20 @@
-"""Queues of reads to targets, the reads themselves, and their wire format.
+"""Queues of reads to targets, and the reads themselves.
 
-Used by chunk_client and read/batch.
+Used by store_reads and read/batch. Requesters of reads that need no future derive from `Read`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import Callable
-from functools import lru_cache
+from typing import Any
 
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.core import errors
 from nvpool.core.errors import ChecksumMismatch, NvpoolError, Unavailable
-from nvpool.core.futures import BlocksFuture
+from nvpool.core.primitives import ReceivedReply
+from nvpool.rpc.reply_receivers import ReplyBurst
 from nvpool.rpc.v1 import wire_pb2
-
-
-@lru_cache(maxsize=1024)
-def reads_struct(count: int) -> struct.Struct:
-    return struct.Struct("<" + "QIIIHH" * count)
-
-
-@lru_cache(maxsize=1024)
-def results_struct(count: int) -> struct.Struct:
-    return struct.Struct("<" + "HHIQ" * count)
 
 
 class ReadQueue:
@@ -32,7 +22,7 @@ class ReadQueue:
 
     `endpoints` and `distance` (see Replicas) are those of the newest map. Until `shunned_s` other replicas
     are preferred, because this target did not answer or took much longer than they. `took_s`: average
-    latency; 0 before the first reply. `measured_s`: time of the last measurement by compiled reads.
+    latency; 0 before the first reply. `measured_s`: time of the last measurement.
     """
 
     __slots__ = (
@@ -61,8 +51,22 @@ class ReadQueue:
         self.in_flight = 0
 
 
+class ReadBurst(ReplyBurst):
+    """Requester of many reads, which continues when some replies have been handled."""
+
+    def one_came(self) -> None:
+        """Continue after a good reply that arrived outside a connection's receive buffer."""
+
+
+_NO_BURST = ReadBurst()
+
+
 class Read:
-    """A read of whole blocks of one chunk, in flight. The future's result is exactly `length` bytes."""
+    """A read of whole blocks of one chunk, in flight.
+
+    It ends once: by `take` with the blocks of a reply, by `set_result` with exactly `length` bytes, or by
+    `set_exception`. This class passes the outcome to `future`; a derived class overrides the methods.
+    """
 
     __slots__ = (
         "file",
@@ -78,6 +82,7 @@ class Read:
         "tried",
         "second",
         "insisted",
+        "burst",
     )
 
     def __init__(
@@ -86,25 +91,62 @@ class Read:
         index: int,
         offset: int,
         length: int,
-        into,
-        future: asyncio.Future | BlocksFuture,
+        into: memoryview | None,
+        future: Any,
         deadline_s: float,
-    ):
+    ) -> None:
+        self.begin(file, index, offset, length, deadline_s)
+        self.into = into
+        self.future = future
+
+    def begin(self, file: OpenInode, index: int, offset: int, length: int, deadline_s: float) -> None:
+        """Set the blocks to read and the deadline."""
         self.file = file
         self.index = index
         self.offset = offset
         self.length = length
-        self.into = into
-        self.future = future
         self.deadline_s = deadline_s
+        self.into: memoryview | None = None
+        self.future: Any = None
         self.tries = 0
         self.reason: NvpoolError | None = None
         self.verify = False
         self.second = False  # whether it repeats a read that was sent to another replica before
         self.insisted = False  # whether a task asks other replicas until one has answered
-        self.tried: tuple[
-            ReadQueue, ...
-        ] = ()  # replicas that failed, since the last time that all had failed
+        # replicas that failed, since the last time that all had failed
+        self.tried: tuple[ReadQueue, ...] = ()
+        self.burst = _NO_BURST
+
+    def done(self) -> bool:
+        """Whether the read has ended."""
+        return bool(self.future.done())
+
+    def set_result(self, blocks: memoryview) -> None:
+        """End with these bytes, decrypted."""
+        self.future.set_result(blocks)
+
+    def set_exception(self, error: BaseException) -> None:
+        """End with this error."""
+        self.future.set_exception(error)
+
+    def take(self, reply: ReceivedReply, first: int, length: int) -> None:
+        """End with payload[first : first + length], which is good; the rest of the read is a hole."""
+        if self.done():
+            return  # the caller gave up and owns the buffer again
+        file, into = self.file, self.into
+        if file.key is None and into is None and length == self.length:
+            self.set_result(reply.keep(first, length))
+            return
+        whole = memoryview(bytearray(self.length)) if into is None else into
+        if file.key is not None:
+            file.key.cipher.decrypt(
+                file.inode, self.index, self.offset >> 12, reply.view(first, length), whole[:length]
+            )
+        else:
+            reply.copy_to(whole, first, length)  # nothing moves if the transport received in place
+        if into is not None and length != self.length:
+            into[length:] = bytes(self.length - length)
+        self.set_result(whole)
 
 
 def submit_into(

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-import struct
 from collections.abc import Sequence
 from functools import partial
 
 from nvpool.blockio.reader import read_now
-from nvpool.client.data.chunk_client import GATHER_BYTES, GATHER_READS, ChunkClient
+from nvpool.client.data.chunk_client import ChunkClient
 from nvpool.client.data.hedged_reads import SentRead
-from nvpool.client.data.read_queue import ReadQueue, reads_struct, results_struct, submit_into
+from nvpool.client.data.read_messages import ReadRequest, ReadResults
+from nvpool.client.data.read_queue import ReadQueue, submit_into
+from nvpool.client.data.store_reads import GATHER_BYTES, GATHER_READS
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.core import errors
-from nvpool.core.checksum import block_checksums
 from nvpool.core.clock import Clock
-from nvpool.core.errors import CorruptFrame, NvpoolError, Stale
+from nvpool.core.errors import NvpoolError, Stale
 from nvpool.core.futures import abandon
-from nvpool.rpc.messages.read_write_codec import decode_read_reply, encode_read_request
+from nvpool.core.primitives import ReceivedReply
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.security.xts import BlockCipher
 
@@ -34,12 +34,10 @@ _SAMPLE = 8
 
 
 class _TargetBatch:
-    """The part of a read_many for one target: packed headers and destinations of the bytes."""
+    """The part of a read_many for one target: its reads, and the destinations of their bytes."""
 
     __slots__ = (
         "lane",
-        "headers",
-        "grants",
         "places",
         "bytes",
         "first",
@@ -51,8 +49,6 @@ class _TargetBatch:
 
     def __init__(self, lane: ReadQueue):
         self.lane = lane
-        self.headers: list[int] = []
-        self.grants: dict[bytes, int] = {}
         # (file, index, offset, blocks bytes, place in into, bytes to skip, length)
         self.places: list[tuple] = []
         self.bytes = 0
@@ -92,6 +88,7 @@ class ReadBatcher:
         self._options = options
         self._clock = clock
         self._loop = asyncio.get_running_loop()
+        self._request = ReadRequest()
 
     async def read_many(self, reads: Sequence[tuple[OpenInode, int, int, int]], into: memoryview) -> None:
         """Read each (file, offset, length, place) into into[place:place + length].
@@ -130,11 +127,7 @@ class ReadBatcher:
             if batch is None:
                 batch = batches[lane] = _TargetBatch(lane)
                 batch.first = batch.next = place
-            grant = batch.grants.get(file.grant)
-            if grant is None:
-                grant = batch.grants[file.grant] = len(batch.grants)
-                file.grant_used = True
-            batch.headers += (file.inode, index, first, span, grant, 0)
+            file.grant_used = True
             batch.places.append((file, index, first, span, place, skip, length))
             if place == batch.next and span == length:
                 batch.next = place + length
@@ -259,12 +252,12 @@ class ReadBatcher:
 
     def _submit(self, connection, batch: _TargetBatch, into: memoryview, deadline_s: float) -> None:
         count = len(batch.places)
-        message = encode_read_request(
-            self._chunks.epoch,
-            batch.lane.target,
-            list(batch.grants),
-            reads_struct(count).pack(*batch.headers),
-        )
+        request, flags = self._request, self._chunks.reads.flags
+        request.begin(self._chunks.epoch, batch.lane.target)
+        for file, index, first, span, *_ in batch.places:
+            request.add(file.inode, index, first, span, file.grant, flags)
+        request.close(False)
+        message = request.message()
         self._chunks.counters["messages"] += 1
         self._chunks.counters["reads"] += count
         self._chunks.hedging.leave_out(count)
@@ -309,18 +302,11 @@ class ReadBatcher:
         if error is not None:
             self._one_by_one(batch, into)
             return
-        try:
-            packed, checksums = decode_read_reply(reply.message)
-            results = results_struct(len(batch.places)).unpack(packed)
-            payload = reply.payload
-            # repeat singly if there is anything unusual (an error, a hole, a checksum mismatch): rare, and
-            # correct
-            if any(results[0::4]) or len(payload) != batch.bytes or block_checksums(payload) != checksums:
-                self._one_by_one(batch, into)
-                return
-        except (ValueError, CorruptFrame, struct.error):
+        # repeat singly if there is anything unusual (an error, a hole, a checksum mismatch): rare, and correct
+        if not _are_whole(reply, [place[3] for place in batch.places]):
             self._one_by_one(batch, into)
             return
+        payload = reply.payload
         if any(file.encrypted and file.key is None for file, *_ in batch.places):
             self._one_by_one(batch, into)  # a single read fetches the key
             return
@@ -390,6 +376,17 @@ class ReadBatcher:
 
         _cancelled_with(future, self._chunks.own(fill()))
         return [future]
+
+
+def _are_whole(reply, lengths: list[int]) -> bool:
+    """Whether a reply has exactly the bytes of reads of these lengths, by their checksums."""
+    received, results = ReceivedReply(), ReadResults()
+    received.open(reply.message, reply.payload)
+    try:
+        return results.open(received, len(lengths)) and results.are_whole(lengths)
+    finally:
+        results.close()
+        received.close()
 
 
 def _cancelled_with(future: asyncio.Future, task: asyncio.Task) -> None:

@@ -18,16 +18,16 @@ from __future__ import annotations
 
 from collections import deque
 
-from nvpool.client.data.read_queue import ReadQueue, reads_struct, results_struct
+from nvpool.client.data.read_messages import ReadResults, encode_read
+from nvpool.client.data.read_queue import ReadQueue
 from nvpool.client.data.short_circuit import NOW_BYTES_MAX
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.small_file_cache import SMALL_BYTES
 from nvpool.client.state.vfs_types import FileHandle
-from nvpool.core.checksum import block_checksums
 from nvpool.core.errors import NvpoolError
 from nvpool.core.grants import READ
+from nvpool.core.primitives import ReceivedReply
 from nvpool.core.units import KIB
-from nvpool.rpc.messages.read_write_codec import decode_read_reply, encode_read_request
 from nvpool.rpc.transports.sync_stream import BlockingConnection
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
 
@@ -42,8 +42,6 @@ So a read may end this much later than the deadline says, once in SHUN_S.
 """
 SHUN_S = 5.0
 """How long reads of a target go through the event loop after its connection broke."""
-
-_READ, _RESULT = reads_struct(1), results_struct(1)
 
 
 class _TargetConnections:
@@ -157,11 +155,9 @@ class ThreadReads:
             if connection is None and (connection := self._connect(lane)) is None:
                 return None
             file.grant_used = True
-            message = encode_read_request(
-                self._chunks.epoch,
-                lane.target,
-                [file.grant],
-                _READ.pack(file.inode, index, within, span, 0, 0),
+            chunks = self._chunks
+            message = encode_read(
+                chunks.epoch, lane.target, file.inode, index, within, span, file.grant, chunks.reads.flags
             )
             found = self._judged(connection.call(DATA_READ, message), span)
             if found is not None and file.key is not None:
@@ -186,25 +182,24 @@ class ThreadReads:
 
     def _judged(self, answer: tuple[bytes, memoryview], span: int) -> memoryview | None:
         """The `span` bytes if the reply is good; else None."""
-        message, payload = answer
-        results, checksums = decode_read_reply(message)
-        if len(results) != _RESULT.size:
-            return None
-        status, _, length, _ = _RESULT.unpack(results)
-        if (
-            status
-            or length != len(payload)
-            or length > span
-            or length & 4095
-            or block_checksums(payload) != checksums
-        ):
-            return None
-        self.counters["lanes"] += 1
-        if length == span:
-            return payload
-        whole = bytearray(span)  # a hole, or the end of all written bytes
-        whole[:length] = payload
-        return memoryview(whole)
+        reply, results = ReceivedReply(), ReadResults()
+        reply.open(*answer)
+        try:
+            if (
+                not results.open(reply, 1)
+                or not results.step(span)
+                or results.status
+                or results.length != reply.payload_bytes
+            ):
+                return None
+            self.counters["lanes"] += 1
+            if results.length == span:
+                return reply.keep(results.first, span)
+            whole = memoryview(bytearray(span))  # a hole, or the end of all written bytes
+            reply.copy_to(whole, results.first, results.length)
+            return whole
+        finally:
+            reply.close()
 
     def close(self) -> None:
         """Close the connections: idle ones now, used ones after their reply.

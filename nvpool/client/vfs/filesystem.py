@@ -228,13 +228,13 @@ class Vfs:
 
         The caller calls both in the same event-loop iteration.
         """
-        self.chunks.hold()
+        self.chunks.reads.hold()
         self._batcher.hold()
 
     def send_reads(self) -> None:
         """Send the look-ups and reads that were batched since `hold_reads`."""
         self._batcher.send()
-        self.chunks.send_held()
+        self.chunks.reads.send_held()
 
     async def run_once(self) -> None:
         """Send and report data that has waited long enough; renew grants; correct doubtful locks."""

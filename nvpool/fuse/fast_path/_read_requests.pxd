@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Decoding of READ requests, common to the compiled reads _local_reads, _remote_reads and _small_files."""
+"""Decoding of READ requests, common to the compiled reads _local_reads and _small_files."""
 
 from cpython.bytearray cimport PyByteArray_AS_STRING
 from cpython.dict cimport PyDict_GetItem

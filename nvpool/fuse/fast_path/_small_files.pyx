@@ -19,7 +19,7 @@ from nvpool.security._xts cimport BATCH, XtsScratch, decrypting
 from nvpool.core.clock import SystemClock
 from nvpool.core.errors import Stale
 from nvpool.core.units import CHAINS_PER_TABLE
-from nvpool.client.data import chunk_client as chunkclient
+from nvpool.client.data import store_reads
 from nvpool.client.data.replica_choice import BUSIER
 from nvpool.client.state import small_file_cache as contents
 from nvpool.client.state.leases cimport Leases
@@ -27,6 +27,7 @@ from nvpool.client.state.metadata_cache cimport OpenInode
 from nvpool.client.state.vfs_types cimport FileHandle
 from nvpool.client.data.hedged_reads cimport Hedging, SentRead
 from nvpool.client.data.read_queue cimport ReadQueue
+from nvpool.core.primitives cimport ReceivedReply
 from nvpool.fuse.fast_path._read_requests cimport PAGE, Wanted, is_read
 from nvpool.fuse.protocol.constants import Op
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
@@ -79,8 +80,8 @@ cdef uint16_t method_of_reads = DATA_READ
 cdef uint64_t small_bytes = contents.SMALL_BYTES
 cdef Py_ssize_t entry_bytes = contents._ENTRY_BYTES
 cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX
-cdef Py_ssize_t gather_bytes = chunkclient.GATHER_BYTES, part_bytes = chunkclient.PART_BYTES
-cdef Py_ssize_t halved_reads = chunkclient.HALVED_READS, busier = BUSIER
+cdef Py_ssize_t gather_bytes = store_reads.GATHER_BYTES, part_bytes = store_reads.PART_BYTES
+cdef Py_ssize_t halved_reads = store_reads.HALVED_READS, busier = BUSIER
 cdef uint64_t chain_count = CHAINS_PER_TABLE
 
 
@@ -133,10 +134,10 @@ cdef class SmallReadBatch(SentRead):
     cdef list asked
     cdef uint32_t bytes
 
-    cdef ReplyBurst take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
-        if self.jobs is not None or not self.judge(message, message_bytes, payload, payload_bytes):
+    cpdef ReplyBurst receive_reply(self, ReceivedReply reply):
+        if self.jobs is not None or not self.judge(reply.message_at, reply.message_bytes, reply.payload_at, reply.payload_bytes):
             return None
-        self.reads.finish(self, <const char *>payload)
+        self.reads.finish(self, <const char *>reply.payload_at)
         return self.reads
 
     def __call__(self, reply, error):
@@ -163,7 +164,7 @@ cdef class SmallReadBatch(SentRead):
             self.reads.hedging.came(self, error is None)
         if self.jobs is None:
             self.jobs = self.reads.path.as_ordinary(self.asked)
-        self.reads.chunks.answered(self.lane, self.jobs, reply, error)
+        self.reads.chunks.reads.answered(self.lane, self.jobs, reply, error)
 
     def send_again(self):
         """Send the reads to another replica too; the slow path waits for both replies. Called by Hedging."""
@@ -232,7 +233,7 @@ cdef class SmallFileReads(ReplyBurst):
         self._dialer, self._replicas, self.hedging = chunks.dialer, chunks.replicas, chunks.hedging
         self._counters, self._clock = chunks.counters, chunks.clock
         self._is_system = type(chunks.clock) is SystemClock
-        self._patience_s, self._attr_s, self._flags = chunks.options.deadline_s, vfs.options.attr_s, chunks.read_flags
+        self._patience_s, self._attr_s, self._flags = chunks.options.deadline_s, vfs.options.attr_s, chunks.reads.flags
         self._pending, self.scratches = {}, {}
 
     cdef double now_s(self) except -1:

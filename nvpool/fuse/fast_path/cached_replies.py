@@ -16,7 +16,7 @@ The fast path covers:
 * RELEASE (deferred, as always) of a file that has no locks and nothing left to store; FORGET.
 
 All other requests, and all that need a query, are declined without side effects: READs go to the compiled
-reads (small_files, local_reads, remote_reads), others to their handlers. What the kernel was given is
+reads (small_files, local_reads, read_plan), others to their handlers. What the kernel was given is
 recorded as the handlers do.
 
 *Deferred closes of new files.* Threads that create files in one directory run one after the other in the

@@ -15,7 +15,7 @@ from nvpool.fuse.fast_path.cached_replies import CachedReplyPath
 from nvpool.fuse.fast_path.creates import CreateFastPath
 from nvpool.fuse.fast_path.local_reads import LocalReadPath
 from nvpool.fuse.fast_path.read_fallback import ReadFallback
-from nvpool.fuse.fast_path.remote_reads import RemoteReadPath
+from nvpool.fuse.fast_path.read_plan import ReadFastPath
 from nvpool.fuse.fast_path.small_files import SmallFileReadPath
 from nvpool.fuse.fast_path.small_writes import WriteFastPath
 from nvpool.fuse.ops.operations import FuseOps
@@ -46,25 +46,28 @@ class FastPaths:
         some_ended = pending.some_ended
         self.small_files = SmallFileReadPath(requests, ops, replies, fallback, some_ended)
         self.local_reads = LocalReadPath(requests, ops, replies, fallback, some_ended, take_requests)
-        self.remote_reads = RemoteReadPath(requests, ops, replies, fallback, some_ended, take_requests)
+        self.reads = ReadFastPath(requests, ops, replies, fallback, some_ended, take_requests)
         self.cached_replies = CachedReplyPath(requests, ops, replies, broken)
         self.writes = WriteFastPath(requests, ops, replies, pending, slow)
         self.creates = CreateFastPath(requests, ops, replies, pending, take_requests, slow)
-        self._reads = self.small_files, self.local_reads, self.remote_reads
+        self._reads = self.small_files, self.local_reads, self.reads
+        self._takers: tuple[Callable[[int], bool], ...] = ()
         self._slow_read = slow.on_read
 
     def start(self) -> None:
         """Start the paths that are possible here; call this on the loop, with the descriptor set."""
-        self.remote_reads.start()
+        self.reads.start()
         self.local_reads.start()
         self.small_files.start()
-        self.cached_replies.start(self.takers())
+        self._takers = self.takers()
+        self.cached_replies.start(self._takers)
         self.writes.start()
         self.creates.start()
 
     def takers(self) -> tuple[Callable[[int], bool], ...]:
-        """The compiled reads that may take a READ, in the order of the attempts."""
-        return tuple(path.compiled.take for path in self._reads if path.compiled is not None)
+        """Functions that may take a READ, in the order of the attempts."""
+        compiled = [path.compiled for path in (self.small_files, self.local_reads)]
+        return tuple(one.take for one in (*compiled, self.reads.plan) if one is not None)
 
     def put_in(self, table: list[Callable[[int], None]]) -> None:
         """Replace the handlers in `table` of the operations that a path may take."""
@@ -75,9 +78,9 @@ class FastPaths:
 
     def on_read(self, count: int) -> None:
         """Handle a READ."""
-        if self.cached_replies.replies is None:  # otherwise the compiled reads have declined it already
-            for path in self._reads:
-                if path.compiled is not None and path.compiled.take(count):
+        if self.cached_replies.replies is None:  # otherwise they have declined it already
+            for take in self._takers:
+                if take(count):
                     return
         self._slow_read(count)
 
@@ -92,8 +95,7 @@ class FastPaths:
                 self.small_files.compiled.send()
             if self.local_reads.compiled is not None:
                 self.local_reads.compiled.submit()
-            if self.remote_reads.compiled is not None:
-                self.remote_reads.compiled.send()
+            self.reads.submit()
         finally:
             self.cached_replies.answer_deferred()
 
@@ -104,8 +106,9 @@ class FastPaths:
 
     async def stop(self) -> None:
         """Take no more requests, and wait for the drive's reads."""
+        self._takers = ()
         self.creates.stop()
         self.cached_replies.stop()
         self.small_files.stop()
-        self.remote_reads.stop()
+        self.reads.stop()
         await self.local_reads.stop()

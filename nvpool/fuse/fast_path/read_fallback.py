@@ -1,7 +1,4 @@
-"""Slow path for reads that a compiled fast path has started and cannot finish.
-
-Used by the fast paths of reads, whose compiled modules call it.
-"""
+"""Slow path for reads that a fast path has started and cannot finish. Used by the fast paths of reads."""
 
 from __future__ import annotations
 
@@ -26,6 +23,10 @@ class ReadFallback:
     def read_ended(self, unique: int, error: BaseException) -> None:
         """Reply with an error to a read that was started by a fast path."""
         self._pending.ended(unique, "read", self._replies.data, None, error)
+
+    def read_done(self, unique: int, found: memoryview) -> None:
+        """Reply with its bytes to a read that was started by a fast path."""
+        self._pending.ended(unique, "read", self._replies.data, found, None)
 
     def read_otherwise(self, unique: int, handle: int, offset: int, size: int) -> None:
         """Pass a read that was started by a fast path to the slow path.

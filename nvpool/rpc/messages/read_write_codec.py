@@ -42,7 +42,7 @@ Its fields: target, slots of the store's table, token, CLOCK_BOOTTIME of the sto
 INODE = Struct("<Q")
 
 BATCH_ENTRIES_MAX = 256
-"""Most entries of a batch, as clients send them (GATHER_READS in client/data/chunk_client): half a millisecond of
+"""Most entries of a batch, as clients send them (GATHER_READS in client/data/store_reads): half a millisecond of
 a store's event loop."""
 
 CLIENT_CACHES = 1

@@ -15,7 +15,8 @@ from crc32c import crc32c
 
 from nvpool.core.clock import SystemClock
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REPLY, is_head, put_head
-from nvpool.rpc.reply_receivers cimport ReplyBurst, ReplyReceiver
+from nvpool.core.primitives cimport ReceivedReply
+from nvpool.rpc.reply_receivers cimport PayloadReceiver, ReplyBurst, ReplyReceiver
 from nvpool.rpc.api import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Reply
 
 cdef extern from "_clock.h":
@@ -33,6 +34,7 @@ cdef enum:
     TABLES_BYTES_MAX = 1024  # for a longer message the library is faster: it uses the processor's CRC instruction
 
 cdef object nothing = memoryview(b""), new_tuple = tuple.__new__, clock_of_system = SystemClock.boottime_s
+cdef ReceivedReply received = ReceivedReply()
 cdef uint32_t message_max = MESSAGE_BYTES_MAX
 cdef uint32_t payload_max = PAYLOAD_BYTES_MAX
 
@@ -86,7 +88,7 @@ def hear(connection, frames, Py_ssize_t count):
 
     Starts with the bytes that were kept before and stops at the first frame that is no successful reply. The
     replies complete requests as multiplexer.ClientConnection does. A reply with a payload or a long message is
-    dispatched only to a ReplyTaker. Returns -1 if all bytes were consumed; otherwise the caller passes the
+    dispatched only to a PayloadReceiver or ReplyTaker. Returns -1 if all bytes were consumed; otherwise the caller passes the
     returned count to FrameReader.buffer_updated.
     """
     cdef bytearray buffer
@@ -97,7 +99,7 @@ def hear(connection, frames, Py_ssize_t count):
     cdef tuple entry
     cdef PyObject *found
     cdef ReplyBurst asking, last = None
-    cdef bint takes, is_system
+    cdef bint takes, receives, is_system
     cdef double took_s
     reader = frames.reader
     if reader.sink is not None or reader.stalled:
@@ -124,9 +126,9 @@ def hear(connection, frames, Py_ssize_t count):
                 break
             entry = <tuple><object>found
             who = entry[0]
-            takes = isinstance(who, ReplyTaker)
+            receives, takes = isinstance(who, PayloadReceiver), isinstance(who, ReplyTaker)
             message, message_bytes, payload_bytes = frame + HEADER_BYTES, get32(frame + 16), get32(frame + 20)
-            if (not takes and (payload_bytes or message_bytes > TABLES_BYTES_MAX)
+            if (not receives and not takes and (payload_bytes or message_bytes > TABLES_BYTES_MAX)
                     or crc_of(message, message_bytes) != get32(frame + 24)):
                 break
             at += length
@@ -135,7 +137,13 @@ def hear(connection, frames, Py_ssize_t count):
             took_s = (boottime_s() if is_system else <double>now_s()) - <double>entry[5]
             asking = None
             try:
-                if takes:
+                if receives:
+                    received.open_at(message, message_bytes, message + message_bytes, payload_bytes)
+                    try:
+                        asking = (<PayloadReceiver>who).receive_reply(received)
+                    finally:
+                        received.close()
+                elif takes:
                     asking = (<ReplyTaker>who).take(message, message_bytes, message + message_bytes, payload_bytes)
                 elif isinstance(who, ReplyReceiver):
                     asking = (<ReplyReceiver>who).receive(PyBytes_FromStringAndSize(<const char *>message, message_bytes))
