@@ -3,7 +3,7 @@
 
 from libc.stdint cimport uint64_t
 
-from nvpool.core.primitives cimport PayloadFrame
+from nvpool.core.primitives cimport BlockMemory, PayloadFrame
 
 cdef extern from "liburing.h" nogil:
     cdef struct io_uring:
@@ -19,4 +19,5 @@ cdef class Ring:
     cdef int send(self) except -1
     cdef bint take(self, uint64_t *token, int *result)
     cdef int begin(self, int fd, PayloadFrame frame, uint64_t offset, one) except -1
+    cdef int read_into(self, int fd, BlockMemory memory, Py_ssize_t count, uint64_t offset, one) except -1
     cdef list ended(self, Py_ssize_t limit)

@@ -127,6 +127,14 @@ cdef class Ring:
         Py_INCREF(one)
         return 0
 
+    cdef int read_into(self, int fd, BlockMemory memory, Py_ssize_t count, uint64_t offset, one) except -1:
+        """Queue a read into the beginning of the memory; as `begin`."""
+        if count < 0 or count > memory.size:
+            raise IndexError("the read is longer than its memory")
+        self.put(fd, memory.at, <unsigned>count, offset, <uint64_t><void *>one)
+        Py_INCREF(one)
+        return 0
+
     cdef list ended(self, Py_ssize_t limit):
         """Return up to `limit` completed reads of `begin` as (one, result); a ring has these or those of `put`."""
         cdef uint64_t token

@@ -89,6 +89,12 @@ cdef class PayloadFrame:
     cdef object take(self)
 
 
+cdef class BlockMemory:
+    cdef uint8_t *at
+    cdef readonly Py_ssize_t size
+    cdef bint fill(self, int fd, uint64_t offset, Py_ssize_t count) except -1
+
+
 cdef class ReceivedReply:
     cdef Py_buffer _message
     cdef Py_buffer _payload
@@ -99,6 +105,7 @@ cdef class ReceivedReply:
     cdef readonly Py_ssize_t message_bytes, payload_bytes
     cpdef int open(self, message, payload) except -1
     cdef int open_at(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes) noexcept
+    cdef int open_blocks(self, bytes sums, BlockMemory memory, Py_ssize_t count) except -1
     cpdef int close(self) except -1
     cdef int read(self, ByteReader source) noexcept
     cdef uint32_t u16(self, Py_ssize_t place) except? 0

@@ -7,6 +7,7 @@ modules (a `.py` beside a `.pxd`) use nothing else that needs pointers, so each 
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 import sys
@@ -380,8 +381,34 @@ class PayloadFrame:
         return self._frame
 
 
+class BlockMemory:
+    """Memory that begins at a page, for reads of a drive that may bypass the page cache."""
+
+    __slots__ = ("size", "_memory")
+
+    def __init__(self, size: int) -> None:
+        """`size`: whole pages."""
+        if size <= 0 or size % BLOCK_BYTES:
+            raise ValueError(f"{size} bytes are no pages")
+        self.size = size
+        self._memory = memoryview(mmap.mmap(-1, size))
+
+    def fill(self, fd: int, offset: int, count: int) -> bool:
+        """Read `count` bytes of a file into the beginning if all are in the page cache; return whether they were."""
+        if not 0 <= count <= self.size:
+            raise IndexError("the read is longer than its memory")
+        try:
+            return os.preadv(fd, [self._memory[:count]], offset, os.RWF_NOWAIT) == count
+        except OSError:  # EAGAIN; a read that waits meets any other error again
+            return False
+
+    def view(self) -> memoryview:
+        """All of the memory."""
+        return self._memory
+
+
 class ReceivedReply:
-    """Message and payload of a reply, in the memory where they were received.
+    """Message and payload of a reply, in the memory where they were received; also blocks with their checksums.
 
     The compiled receiver of frames opens it by `open_at` in the connection's buffer; there it is valid until the
     receiver returns.
@@ -396,6 +423,15 @@ class ReceivedReply:
         """Use these bytes, which must not change before `close`."""
         self._message, self._payload = bytes(message), memoryview(payload)
         self.message_bytes, self.payload_bytes = len(self._message), len(self._payload)
+
+    def open_blocks(self, sums: bytes, memory: BlockMemory, count: int) -> None:
+        """Use the first `count` bytes of the memory, with `sums` in place of a message.
+
+        The caller keeps both, and need not call `close`.
+        """
+        if not 0 <= count <= memory.size:
+            raise IndexError("the blocks are longer than their memory")
+        self.open(sums, memory.view()[:count])
 
     def close(self) -> None:
         """Let go of the bytes."""

@@ -50,6 +50,9 @@ cdef extern from "_block_sums.h":
     int has_instruction() nogil
     void sum_blocks(const unsigned char *data, size_t count, uint32_t *sums) nogil
 
+cdef extern from "<stdlib.h>":
+    int posix_memalign(void **memory, size_t alignment, size_t size) nogil
+
 cdef extern from "sys/uio.h" nogil:
     cdef struct iovec:
         void *iov_base
@@ -480,6 +483,27 @@ cdef class PayloadFrame:
         return memoryview(self) if self.payload_bytes > SMALL_BYTES else self._memory
 
 
+cdef class BlockMemory:
+    def __cinit__(self, Py_ssize_t size):
+        if size <= 0 or size % PAGE:
+            raise ValueError(f"{size} bytes are no pages")
+        if posix_memalign(<void **>&self.at, PAGE, size):
+            self.at = NULL
+            raise MemoryError
+        self.size = size
+
+    def __dealloc__(self):
+        free(self.at)
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        PyBuffer_FillInfo(view, self, self.at, self.size, 0, flags)
+
+    cdef bint fill(self, int fd, uint64_t offset, Py_ssize_t count) except -1:
+        if count < 0 or count > self.size:
+            raise IndexError("the read is longer than its memory")
+        return read_cached(fd, self.at, count, offset) == count
+
+
 cdef class ReceivedReply:
     def __dealloc__(self):
         self.close()
@@ -508,6 +532,13 @@ cdef class ReceivedReply:
             self._has_buffers, self._kept = False, None
             PyBuffer_Release(&self._message)
             PyBuffer_Release(&self._payload)
+        return 0
+
+    cdef int open_blocks(self, bytes sums, BlockMemory memory, Py_ssize_t count) except -1:
+        if count < 0 or count > memory.size:
+            raise IndexError("the blocks are longer than their memory")
+        self.close()
+        self.open_at(<const uint8_t *>PyBytes_AS_STRING(sums), len(sums), memory.at, count)
         return 0
 
     cdef int read(self, ByteReader source) noexcept:

@@ -35,7 +35,8 @@ class Mounted(Reading):
 
     @property
     def plain(self):
-        return self.engine.fast_paths.local_reads.compiled
+        plan = self.engine.fast_paths.reads.plan
+        return None if plan is None else plan.local
 
     def forget_pages(self):
         for service in self.host.pool.stores.values():
@@ -72,7 +73,7 @@ async def test_bytes_are_right_at_every_border_and_length(kernel):
     ]:
         assert await kernel.read(number, offset, length) == CONTENT[offset : offset + length]
     if kernel.plain is not None:
-        assert kernel.plain.read_bytes > 5 * MIB
+        assert kernel.engine.fast_paths.read_bytes > 5 * MIB
 
 
 @on_both_paths
@@ -88,7 +89,7 @@ async def test_concurrent_reads_from_drive_and_memory(kernel):
             }
         )
     assert not kernel.engine.requests.work and not kernel.short.waiting
-    assert kernel.plain is None or not kernel.plain.waiting
+    assert kernel.plain is None or not kernel.plain.inside
 
 
 @on_both_paths
@@ -202,8 +203,8 @@ async def pending_read(kernel, number, offset, pid=0):
             kernel.forget_pages()
             unique = kernel.send_read(number, offset, BLOCK, pid=pid)
             kernel.engine.take_requests()
-            if kernel.plain.waiting:
-                assert unique in kernel.engine.requests.work and kernel.plain.waiting == 1
+            if kernel.plain.inside:
+                assert unique in kernel.engine.requests.work and kernel.plain.inside == 1
                 return unique
             assert await kernel.receive() == (unique, 0, CONTENT[offset : offset + BLOCK])
 
@@ -222,7 +223,7 @@ async def test_interrupted_read_ignores_its_late_data(kernel):
     )
     assert await kernel.read(number, 6 * BLOCK, BLOCK) == CONTENT[6 * BLOCK : 7 * BLOCK]
     async with asyncio.timeout(60):
-        while kernel.plain.waiting:  # noqa: ASYNC110
+        while kernel.plain.inside:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -294,7 +295,7 @@ def test_ending_mount_waits_for_direct_reads_into_its_memory(monkeypatch):
                     kernel.send_read(number, block * BLOCK, BLOCK)
                 kernel.engine.take_requests()
                 plain = kernel.plain
-                assert plain.waiting
-            assert not plain.waiting and plain.fileno == -1
+                assert plain.inside
+            assert not plain.inside and not plain.is_open
 
     run_whole(work(), 120)

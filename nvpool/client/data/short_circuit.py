@@ -30,10 +30,10 @@ from functools import partial
 
 from nvpool.blockio.api import Outcome, WaitingReader
 from nvpool.blockio.reader import DIRECT_READ_BYTES, reader_for
-from nvpool.client.data.local_drive import LocalDrive
+from nvpool.client.data.local_drive import LATE, WRONG, BlockLocations, LocalDrive
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
-from nvpool.core.checksum import block_checksums, crc32c
+from nvpool.core.checksum import block_checksums
 from nvpool.core.clock import Clock
 from nvpool.core.containers.buffer_pool import SPARES
 from nvpool.core.endpoint import parse_endpoint
@@ -46,6 +46,7 @@ from nvpool.core.errors import (
     Stale,
     Unavailable,
 )
+from nvpool.core.primitives import ReceivedReply
 from nvpool.core.units import BLOCK_BYTES, KIB
 from nvpool.host.process_identity import host_id
 from nvpool.rpc.fd_passing import path_beside, take
@@ -98,42 +99,10 @@ GROUP = 64
 """Neighbours that are located with a chunk within the credit. Random reads reach them too."""
 SELDOM = 16
 """Without credit, one miss in this many locates its own chunk."""
-ABSENT, COLD_BLOCKS, LATE, WRONG = range(1, 5)
-"""Reasons of a failed look: not located, not in the page cache, too late, wrong checksum."""
+ABSENT, COLD_BLOCKS = 1, 2
+"""Reasons of a failed look, beside LATE and WRONG: not located, not in the page cache."""
 _ENTRY_BYTES = 400
 _NOWAIT = os.RWF_NOWAIT
-
-
-class BlockLocations:
-    """The location of the first `blocks` blocks of a chunk on a drive.
-
-    They lie from disk block `base` on, or each at its own disk block in `places` (0: a hole).
-    """
-
-    __slots__ = (
-        "file",
-        "index",
-        "source",
-        "until",
-        "slot",
-        "stamp",
-        "version",
-        "blocks",
-        "base",
-        "places",
-        "sums",
-        "bytes",
-        "used",
-        "read_bytes",
-        "reported",
-    )
-
-    def __init__(self, file: OpenInode, index: int, source: LocalDrive):
-        self.file = file
-        self.index = index
-        self.source = source
-        self.used = self.read_bytes = self.reported = 0
-        """Reads since the location was fetched or renewed; unreported bytes; reads that were reported."""
 
 
 class ShortCircuitReads:
@@ -269,7 +238,7 @@ class ShortCircuitReads:
         for number, (located, first, (_, _, length, _)) in enumerate(reads):
             state = states.get(located)
             if state is None:
-                state = states[located] = [LATE if self._is_late(located) else 0, 0, 0]
+                state = states[located] = [LATE if located.is_late(self.now_s()) else 0, 0, 0]
             begin, at = at, at + (length >> 10)  # 4 bytes for each block of 4 KiB
             first <<= 2
             if state[0] == LATE:
@@ -287,25 +256,14 @@ class ShortCircuitReads:
                 self.note(located, fault)
         return wrong
 
-    def _is_late(self, located: BlockLocations) -> bool:
-        """Whether bytes that were read there by now may be out of date.
-
-        The clock and the counter are checked after the read: only that proves that the read was in time.
-        """
-        source, now_s = located.source, self.now_s()
-        return (
-            source.connection.closed
-            or now_s >= located.until
-            or source.table[located.slot] != located.stamp
-            or now_s + source.shift >= source.serving[0]
-        )
-
     def _judge(self, located: BlockLocations, first: int, into: memoryview) -> int:
         """The fault of the bytes just read, 0 for none."""
-        if self._is_late(located):
-            return LATE
-        sums = crc32c(into).to_bytes(4, "little") if len(into) == BLOCK_BYTES else block_checksums(into)
-        return 0 if sums == located.sums[4 * first : 4 * first + len(sums)] else WRONG
+        blocks = ReceivedReply()
+        blocks.open(located.sums, into)
+        try:
+            return located.judge(self.now_s(), blocks, first)
+        finally:
+            blocks.close()
 
     def note(self, located: BlockLocations, wrong: int) -> None:
         """Act upon the result of a look or of a check."""
@@ -316,11 +274,7 @@ class ShortCircuitReads:
 
     def hit(self, located: BlockLocations, byte_count: int, count: int = 1) -> None:
         """Count successful looks with that many bytes. Any thread may call this."""
-        located.used += count
-        located.read_bytes += byte_count
-        file = located.file
-        if file.owes > 0:
-            file.owes = max(0, file.owes - count)
+        located.hit(byte_count, count)
         self.counters["hits"] += count
 
     @staticmethod

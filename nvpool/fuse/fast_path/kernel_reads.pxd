@@ -25,6 +25,8 @@ cdef class KernelRead(Read):
     cpdef set_result(self, blocks)
     cpdef set_exception(self, error)
     @cython.locals(reads=KernelReads)
+    cpdef report(self, error)
+    cpdef bint cancel(self) except -1
     cpdef take(self, ReceivedReply reply, Py_ssize_t first, Py_ssize_t length)
 
 
@@ -41,6 +43,8 @@ cdef class KernelReads(ReadBurst):
     cdef take_back(self, KernelRead one)
     @cython.locals(blocks=ReceivedReply, file=OpenInode)
     cdef answer(self, KernelRead one, ReceivedReply reply, Py_ssize_t first)
+    @cython.locals(plain=ReceivedReply)
+    cdef ReceivedReply decrypted(self, OpenInode file, index, uint32_t offset, uint32_t length, ReceivedReply reply, Py_ssize_t first)
     @cython.locals(head=ByteWriter, code=int)
     cdef write(self, uint64_t unique, ReceivedReply blocks, Py_ssize_t first, uint32_t size)
     cdef _count(self, spent, double took_s)

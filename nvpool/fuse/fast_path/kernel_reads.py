@@ -11,6 +11,7 @@ import errno
 from typing import Any
 
 from nvpool.client.data.read_queue import Read, ReadBurst
+from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.core import primitives
 from nvpool.core.primitives import ByteWriter, ReceivedReply
 from nvpool.core.units import KIB
@@ -75,9 +76,14 @@ class KernelRead(Read):
         reads: KernelReads = self.reads
         try:
             reads.answer(self, reply, first)
-        except Exception as error:  # a bug: report it to the caller
-            if self._is_pending():
-                reads.path.read_ended(self.key, error)
+        except Exception as error:
+            self.report(error)
+
+    def report(self, error: Exception) -> None:
+        """Reply with a bug, unless there was a reply."""
+        self.is_done = True
+        if self._is_pending():
+            self.reads.path.read_ended(self.key, error)
 
 
 class KernelReads(ReadBurst):
@@ -114,18 +120,25 @@ class KernelReads(ReadBurst):
         file = one.file
         blocks = reply
         if file.key is not None:
-            into = self._scratch[: one.length]
-            file.key.cipher.decrypt(
-                file.inode, one.index, one.offset >> 12, reply.view(first, one.length), into
-            )
-            blocks, first = self._plain, 0
-            blocks.open(b"", into)
+            blocks = self.decrypted(file, one.index, one.offset, one.length, reply, first)
+            first = 0
         self.write(one.unique, blocks, first + one.skip, one.size)
         del self.work[one.key]
         requests: Any = self.requests
         if requests.interrupted:
             requests.interrupted.pop(one.key, None)
         self._count(requests.spent, primitives.stopwatch_s() - one.since_s)
+
+    def decrypted(
+        self, file: OpenInode, index: Any, offset: int, length: int, reply: ReceivedReply, first: int
+    ) -> ReceivedReply:
+        """Decrypt blocks, which begin at `first` of the payload; the result is valid until the next call."""
+        into = self._scratch[:length]
+        key: Any = file.key
+        key.cipher.decrypt(file.inode, index, offset >> 12, reply.view(first, length), into)
+        plain = self._plain
+        plain.open(b"", into)
+        return plain
 
     def write(self, unique: int, blocks: ReceivedReply, first: int, size: int) -> None:
         """Write the reply to the request `unique`: `size` bytes of the payload, from `first` on."""

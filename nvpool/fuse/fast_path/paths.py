@@ -13,7 +13,6 @@ from collections.abc import Callable
 from nvpool.fuse.dispatch import KernelRequests
 from nvpool.fuse.fast_path.cached_replies import CachedReplyPath
 from nvpool.fuse.fast_path.creates import CreateFastPath
-from nvpool.fuse.fast_path.local_reads import LocalReadPath
 from nvpool.fuse.fast_path.read_fallback import ReadFallback
 from nvpool.fuse.fast_path.read_plan import ReadFastPath
 from nvpool.fuse.fast_path.small_files import SmallFileReadPath
@@ -45,19 +44,17 @@ class FastPaths:
         fallback = ReadFallback(requests, ops, replies, pending)
         some_ended = pending.some_ended
         self.small_files = SmallFileReadPath(requests, ops, replies, fallback, some_ended)
-        self.local_reads = LocalReadPath(requests, ops, replies, fallback, some_ended, take_requests)
         self.reads = ReadFastPath(requests, ops, replies, fallback, some_ended, take_requests)
         self.cached_replies = CachedReplyPath(requests, ops, replies, broken)
         self.writes = WriteFastPath(requests, ops, replies, pending, slow)
         self.creates = CreateFastPath(requests, ops, replies, pending, take_requests, slow)
-        self._reads = self.small_files, self.local_reads, self.reads
+        self._reads = self.small_files, self.reads
         self._takers: tuple[Callable[[int], bool], ...] = ()
         self._slow_read = slow.on_read
 
     def start(self) -> None:
         """Start the paths that are possible here; call this on the loop, with the descriptor set."""
         self.reads.start()
-        self.local_reads.start()
         self.small_files.start()
         self._takers = self.takers()
         self.cached_replies.start(self._takers)
@@ -66,8 +63,7 @@ class FastPaths:
 
     def takers(self) -> tuple[Callable[[int], bool], ...]:
         """Functions that may take a READ, in the order of the attempts."""
-        compiled = [path.compiled for path in (self.small_files, self.local_reads)]
-        return tuple(one.take for one in (*compiled, self.reads.plan) if one is not None)
+        return tuple(one.take for one in (self.small_files.compiled, self.reads.plan) if one is not None)
 
     def put_in(self, table: list[Callable[[int], None]]) -> None:
         """Replace the handlers in `table` of the operations that a path may take."""
@@ -93,8 +89,6 @@ class FastPaths:
             self.creates.submit()
             if self.small_files.compiled is not None:
                 self.small_files.compiled.send()
-            if self.local_reads.compiled is not None:
-                self.local_reads.compiled.submit()
             self.reads.submit()
         finally:
             self.cached_replies.answer_deferred()
@@ -110,5 +104,4 @@ class FastPaths:
         self.creates.stop()
         self.cached_replies.stop()
         self.small_files.stop()
-        self.reads.stop()
-        await self.local_reads.stop()
+        await self.reads.stop()

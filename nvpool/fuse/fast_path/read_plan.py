@@ -6,8 +6,9 @@ or with an error. No task and no future is made for it. Each read over a connect
 frames of a burst are sent together, but a read whose store is idle is sent immediately (client/data/store_reads).
 Replies that arrive together are passed on a few at a time, and requests that arrive meanwhile are taken in between.
 
-The plan covers up to LARGE_BYTES of one chunk, without short-circuit reads; in a file above SMALL_BYTES with no
-unstored writes here; at an offset that does not continue where the handle has read before. Any other READ takes the
+The plan covers up to LARGE_BYTES of one chunk of a file with no unstored writes here, at an offset that does not
+continue where the handle has read before. A chunk with a location is read from the drive (fuse/fast_path/local_reads);
+another one from its store, in a file above SMALL_BYTES and if the target gives no locations. Any other READ takes the
 slow path (fuse/dispatch to client/read/reader), whose reads of stores are the same.
 
 ReadFastPath is the part of fuse/kernel/connection that uses this, on its loop (see fuse/fast_path/paths).
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from nvpool.client.data.local_drive import BlockLocations
 from nvpool.client.data.store_reads import StoreReads
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.small_file_cache import SMALL_BYTES
@@ -26,6 +28,7 @@ from nvpool.core.errors import Stale
 from nvpool.core.primitives import ByteReader
 from nvpool.core.units import BLOCK_BYTES, KIB
 from nvpool.fuse.fast_path.kernel_reads import LARGE_BYTES, TURN, KernelRead, KernelReads
+from nvpool.fuse.fast_path.local_reads import LocalReads
 from nvpool.fuse.fast_path.read_fallback import ReadFallback
 from nvpool.fuse.ops.operations import FuseOps
 from nvpool.fuse.pending_requests import IN_WORK_MAX
@@ -60,6 +63,9 @@ class ReadPlan:
         self._chunks, self._short = chunks, chunks.short
         self._stores: StoreReads = chunks.reads
         self._source = ByteReader()
+        self.local: LocalReads | None = None
+        if ops.short_circuit is not None and ops.short_circuit.on:
+            self.local = LocalReads(self.reads, self._stores, ops.short_circuit)
 
     def _decode(self, count: int) -> bool:
         """Decode a READ from `count` bytes in the buffer; False: they are something else.
@@ -109,7 +115,7 @@ class ReadPlan:
         else:
             file_bytes = file.size
         end = offset + self.size
-        if end > file_bytes or file_bytes <= _SMALL_BYTES:
+        if end > file_bytes:
             return False
         bits = file.chunk_bits
         index = offset >> bits
@@ -119,7 +125,14 @@ class ReadPlan:
         if (end - 1) >> bits != index or index >> 32 or self.span > _LARGE_BYTES:
             return False
         key: Any = index
-        if file.located and key in file.located:
+        located: Any = file.located.get(key) if file.located else None
+        if located is not None:
+            if not self._read_from_drive(located):
+                return False
+            ahead.run = ahead.reads = 0
+            ahead.next = end
+            return True
+        if file_bytes <= _SMALL_BYTES:
             return False
         if self._short.on and self._may_be_local(file, key):
             return False
@@ -138,6 +151,20 @@ class ReadPlan:
                 return True
         return bool(self._short.may_serve(lane.target))
 
+    def _read_from_drive(self, located: BlockLocations) -> bool:
+        local = self.local
+        return local is not None and local.begin(
+            located,
+            self.unique,
+            self.pid,
+            self.handle,
+            self.offset,
+            self.size,
+            self.within,
+            self.skip,
+            self.span,
+        )
+
     def _read_from_store(self, file: OpenInode, index: Any) -> None:
         one: KernelRead = KernelRead.__new__(KernelRead)
         now_s = self._stores.now_s()
@@ -153,7 +180,9 @@ class ReadPlan:
             raise
 
     def send(self) -> None:
-        """Send the collected reads to the stores."""
+        """Send or submit the collected reads."""
+        if self.local is not None:
+            self.local.submit()
         self._stores.send_collected()
 
 
@@ -178,6 +207,7 @@ class ReadFastPath:
         # called by the plan
         self.read_ended = fallback.read_ended
         self.read_done = fallback.read_done
+        self.read_otherwise = fallback.read_otherwise
         self.answer_refused = replies.answer_refused
         self.some_ended = some_ended
         self.take_requests = take_requests
@@ -198,9 +228,15 @@ class ReadFastPath:
         if self.plan is not None:
             self.plan.send()
 
-    def stop(self) -> None:
-        """Take no more requests, and send what is collected. Reads that wait are answered later."""
+    async def stop(self) -> None:
+        """Take no more requests, send what is collected, and wait for the drive's reads.
+
+        Reads that wait for stores are answered later.
+        """
         plan, self.plan = self.plan, None
-        if plan is not None:
-            self.requests.read_bytes += plan.reads.read_bytes
-            plan.send()
+        if plan is None:
+            return
+        plan.send()
+        if plan.local is not None:
+            await plan.local.close(lambda: self.requests.leaving)
+        self.requests.read_bytes += plan.reads.read_bytes
