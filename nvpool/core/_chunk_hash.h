@@ -1,4 +1,4 @@
-/* C version of poolmap/file_layout.chunk_hash. */
+/* C version of chunk_hash in primitives.py. */
 
 #ifndef NVPOOL_BASE_CHUNK_HASH_H
 #define NVPOOL_BASE_CHUNK_HASH_H

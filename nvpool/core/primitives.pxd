@@ -35,6 +35,7 @@ cdef class ByteWriter:
     cdef uint32_t crc(self, Py_ssize_t first) noexcept
     cdef int send(self, int fd) noexcept
     cdef int send_with(self, int fd, const uint8_t *more, Py_ssize_t count) noexcept
+    cdef int piece_crcs(self, some, uint64_t offset) except -1
 
 
 cdef class ByteReader:
@@ -75,6 +76,7 @@ cdef class RecordMemory:
     cdef int put_u32(self, Py_ssize_t place, uint32_t value) except -1
     cdef int put_u64(self, Py_ssize_t place, uint64_t value) except -1
     cdef int put_mark(self, Py_ssize_t place, uint64_t value) except -1
+    cdef uint64_t get_u64(self, Py_ssize_t place) except? 0
 
 
 cdef class PayloadFrame:
@@ -119,10 +121,12 @@ cdef class ReceivedReply:
 
 
 cpdef uint32_t crc32c_of(bytes some, Py_ssize_t first, Py_ssize_t end=*) noexcept
-cpdef bytes request_frame(uint32_t method, uint32_t number, uint32_t deadline_ms, bytes message)
+cpdef bytes request_frame(uint32_t method, uint32_t number, uint32_t deadline_ms, bytes message, payload=*)
 cpdef bytes request_frame_of(uint32_t method, uint32_t number, uint32_t deadline_ms, ByteWriter first, ByteWriter rest)
 cpdef bytes reply_frame(uint32_t number, uint32_t status, bytes message)
 cpdef Py_ssize_t receive(int fd, bytearray buffer) noexcept
+cpdef uint64_t chunk_hash(uint64_t inode, uint32_t index) noexcept
+cpdef int write_whole(int fd, bytes some) noexcept
 cpdef double boottime_s() noexcept
 cpdef double stopwatch_s() noexcept
 cpdef int64_t wall_ns() noexcept

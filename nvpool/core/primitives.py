@@ -15,13 +15,14 @@ from errno import EIO
 from typing import Any
 
 from nvpool.core import clock
-from nvpool.core.checksum import block_checksums, crc32c
+from nvpool.core.checksum import block_checksums, crc32c, piece_checksums
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.units import BLOCK_BYTES
 
 HEADER_BYTES = 32
 _MAGIC, _REQUEST, _REPLY = 0x504E, 2, 3
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_MASK, _GOLDEN_GAMMA = (1 << 64) - 1, 0x9E3779B97F4A7C15
 _MARK = struct.Struct("@Q")  # native, so that it is one store
 
 
@@ -151,6 +152,13 @@ class ByteWriter:
         except OSError as error:
             return error.errno or EIO
         return 0
+
+    def piece_crcs(self, some: Any, offset: int) -> None:
+        """Append the CRC32C of each part into which block borders divide a buffer.
+
+        `offset` is the place of the buffer's first byte.
+        """
+        self._bytes += piece_checksums(some, offset)
 
 
 class ByteReader:
@@ -348,6 +356,13 @@ class RecordMemory:
         """Store a u64 as one store, after all that was stored before."""
         self._put(_MARK, place, value)
 
+    def get_u64(self, place: int) -> int:
+        """Read a u64."""
+        if not 0 <= place <= len(self._view) - 8:
+            raise IndexError(f"a record at {place}, behind the memory of records")
+        value: int = _U64.unpack_from(self._view, place)[0]
+        return value
+
 
 class PayloadFrame:
     """Frame of a reply whose payload is read into it; nothing is copied to send it.
@@ -496,9 +511,11 @@ def crc32c_of(some: bytes, first: int, end: int = sys.maxsize) -> int:
     return crc32c(some[first:end])
 
 
-def request_frame(method: int, number: int, deadline_ms: int, message: bytes) -> bytes:
-    """Frame of a request without a payload (rpc/transports/frame)."""
-    return _head(_REQUEST, method, number, deadline_ms, message, 0) + message
+def request_frame(method: int, number: int, deadline_ms: int, message: bytes, payload: Any = None) -> bytes:
+    """Frame of a request (rpc/transports/frame). `payload`: a buffer, which is copied, or None."""
+    if payload is None:
+        return _head(_REQUEST, method, number, deadline_ms, message, 0) + message
+    return b"".join((_head(_REQUEST, method, number, deadline_ms, message, len(payload)), message, payload))
 
 
 def request_frame_of(
@@ -534,6 +551,29 @@ def receive(fd: int, buffer: bytearray) -> int:
         return os.readv(fd, (buffer,))
     except OSError as error:
         return -(error.errno or EIO)
+
+
+def chunk_hash(inode: int, index: int) -> int:
+    """64 evenly distributed bits for a chunk; a part of the format (poolmap/file_layout).
+
+    The hash applies the finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+    Generators, OOPSLA 2014) to inode + (index + 1) * golden gamma, twice, so that neighbouring inodes and
+    indexes get unrelated values.
+    """
+    z = (inode + (index + 1) * _GOLDEN_GAMMA) & _MASK
+    for _ in range(2):
+        z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK
+        z ^= z >> 31
+    return z
+
+
+def write_whole(fd: int, some: bytes) -> int:
+    """Write to a descriptor that takes all bytes at one time, without waiting; return 0, or the errno."""
+    try:
+        return 0 if os.write(fd, some) == len(some) else EIO
+    except OSError as error:
+        return error.errno or EIO
 
 
 def boottime_s() -> float:

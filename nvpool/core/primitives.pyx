@@ -5,7 +5,7 @@ from cpython.buffer cimport PyBUF_READ, PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_F
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.memoryview cimport PyMemoryView_FromMemory
-from libc.errno cimport errno
+from libc.errno cimport EINTR, EIO, errno
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcmp, memcpy, memmove
@@ -28,6 +28,9 @@ cdef extern from "_head.h":
     void put_head(uint8_t *at, uint8_t kind, uint16_t code, uint32_t number, uint32_t deadline_ms, uint32_t message_bytes,
                   uint32_t payload_bytes, uint32_t message_crc) nogil
     bint is_head(const uint8_t *at, uint8_t kind) nogil
+
+cdef extern from "_chunk_hash.h":
+    uint64_t chunk_hash_c "chunk_hash"(uint64_t inode, uint32_t index) nogil
 
 cdef extern from "_page_cache.h":
     ssize_t read_cached(int fd, void *into, size_t length, uint64_t offset) nogil
@@ -260,6 +263,19 @@ cdef class ByteWriter:
         vectors[1].iov_base, vectors[1].iov_len = <void *>more, count
         return errno if writev(fd, vectors, 2) < 0 else 0
 
+    cdef int piece_crcs(self, some, uint64_t offset) except -1:
+        cdef Py_buffer view
+        cdef Py_ssize_t at = 0, after
+        PyObject_GetBuffer(some, &view, PyBUF_SIMPLE)
+        try:
+            while at < view.len:
+                after = min(view.len, at + PAGE - <Py_ssize_t>((offset + at) % PAGE))
+                self.u32(crc_of(<const uint8_t *>view.buf + at, after - at))
+                at = after
+        finally:
+            PyBuffer_Release(&view)
+        return 0
+
 
 cdef class ByteReader:
     cdef int open(self, bytes raw) except -1:
@@ -417,6 +433,9 @@ cdef class RecordMemory:
     cdef int put_mark(self, Py_ssize_t place, uint64_t value) except -1:
         put_mark(self._room(place), value)
         return 0
+
+    cdef uint64_t get_u64(self, Py_ssize_t place) except? 0:
+        return get64(self._room(place))
 
 
 cdef uint8_t *rooms[ROOMS_MAX]
@@ -610,17 +629,28 @@ cpdef uint32_t crc32c_of(bytes some, Py_ssize_t first, Py_ssize_t end=PY_SSIZE_T
     return crc_of(<const uint8_t *>PyBytes_AS_STRING(some) + first, end - first)
 
 
-cdef bytes frame_of(uint8_t kind, uint32_t code, uint32_t number, uint32_t deadline_ms, bytes message):
+cdef bytes frame_of(uint8_t kind, uint32_t code, uint32_t number, uint32_t deadline_ms, bytes message,
+                    const uint8_t *payload, Py_ssize_t payload_bytes):
     cdef Py_ssize_t count = len(message)
-    cdef bytes frame = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + count)
+    cdef bytes frame = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + count + payload_bytes)
     cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(frame)
     memcpy(at + HEADER_BYTES, PyBytes_AS_STRING(message), count)
-    put_head(at, kind, <uint16_t>code, number, deadline_ms, <uint32_t>count, 0, crc_of(at + HEADER_BYTES, count))
+    put_head(at, kind, <uint16_t>code, number, deadline_ms, <uint32_t>count, <uint32_t>payload_bytes,
+             crc_of(at + HEADER_BYTES, count))
+    if payload_bytes:
+        memcpy(at + HEADER_BYTES + count, payload, payload_bytes)
     return frame
 
 
-cpdef bytes request_frame(uint32_t method, uint32_t number, uint32_t deadline_ms, bytes message):
-    return frame_of(REQUEST, method, number, deadline_ms, message)
+cpdef bytes request_frame(uint32_t method, uint32_t number, uint32_t deadline_ms, bytes message, payload=None):
+    cdef Py_buffer view
+    if payload is None:
+        return frame_of(REQUEST, method, number, deadline_ms, message, NULL, 0)
+    PyObject_GetBuffer(payload, &view, PyBUF_SIMPLE)
+    try:
+        return frame_of(REQUEST, method, number, deadline_ms, message, <const uint8_t *>view.buf, view.len)
+    finally:
+        PyBuffer_Release(&view)
 
 
 cpdef bytes request_frame_of(uint32_t method, uint32_t number, uint32_t deadline_ms, ByteWriter first, ByteWriter rest):
@@ -634,7 +664,20 @@ cpdef bytes request_frame_of(uint32_t method, uint32_t number, uint32_t deadline
 
 
 cpdef bytes reply_frame(uint32_t number, uint32_t status, bytes message):
-    return frame_of(REPLY, status, number, 0, message)
+    return frame_of(REPLY, status, number, 0, message, NULL, 0)
+
+
+cpdef uint64_t chunk_hash(uint64_t inode, uint32_t index) noexcept:
+    return chunk_hash_c(inode, index)
+
+
+cpdef int write_whole(int fd, bytes some) noexcept:
+    cdef ssize_t written = write(fd, PyBytes_AS_STRING(some), PyBytes_GET_SIZE(some))
+    while written < 0 and errno == EINTR:
+        written = write(fd, PyBytes_AS_STRING(some), PyBytes_GET_SIZE(some))
+    if written < 0:
+        return errno
+    return 0 if written == PyBytes_GET_SIZE(some) else EIO
 
 
 cpdef Py_ssize_t receive(int fd, bytearray buffer) noexcept:

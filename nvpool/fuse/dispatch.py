@@ -1,14 +1,13 @@
 """Request dispatch of the kernel engine: decode a request, call `fuse/ops/operations`, send the reply.
 
-There is one method for each operation, found by its name: `_on_…`, or `on_…` if a fast path comes first. Used
-by `fuse/kernel/connection`, which reads the requests, and by `fuse/fast_path`, for requests that the fast
-paths decline. The code here never decides what a request means.
+There is one method for each operation, found by its name: `_on_…`, or `on_…` if a fast path comes first. Those
+of WRITE and FLUSH are in `fuse/write_requests`. Used by `fuse/kernel/connection`, which reads the requests, and
+by `fuse/fast_path`, for requests that the fast paths decline. The code here never decides what a request means.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 from nvpool.client.state.vfs_types import NOW, Caller
 from nvpool.core.clock import stopwatch_s
 from nvpool.fuse.ops.eager_coroutine import WAITS, EagerCoroutine
-from nvpool.fuse.ops.kernel_cache.page_cache_bypass import ASIDE
 from nvpool.fuse.ops.metadata import ASK
 from nvpool.fuse.ops.operations import FuseOps
 from nvpool.fuse.protocol import replies, requests
@@ -26,13 +24,12 @@ from nvpool.fuse.protocol.constants import (
     OPEN_KILL_SUIDGID,
     SETXATTR_ACL_KILL_SGID,
     UNANSWERED,
-    WRITE_KILL_SUIDGID,
     Op,
     Valid,
 )
-from nvpool.fuse.protocol.requests import WRITE_BYTES
 from nvpool.fuse.reply_sender import ReplySender
 from nvpool.fuse.request_state import FIRST, RequestState
+from nvpool.fuse.write_requests import WriteRequests
 
 
 class KernelRequests:
@@ -53,8 +50,9 @@ class KernelRequests:
         self._replies = sender
         self._keep = keep
         self._buffer, self._view = state.buffer, state.view
-        self._keeps = ops.kept is not None
         self._held = state.held
+        writes = WriteRequests(ops, state, sender, keep, self.start)
+        self._on_write, self._on_flush = writes.on_write, writes.on_flush
         self._spare: EagerCoroutine
 
     def begin(self) -> None:
@@ -109,46 +107,6 @@ class KernelRequests:
             self._replies.data(unique, coming.outcome[0])
         else:
             self._replies.fail(unique, coming.outcome[1], "read")
-
-    def on_write(self, count: int) -> None:
-        """Handle a WRITE."""
-        _, _, unique, _, uid, gid, pid, _, _, handle, offset, _, flags, open_flags = requests.decode_write(
-            self._buffer, count
-        )
-        drop_set_ids = Caller(uid, gid, pid) if flags & WRITE_KILL_SUIDGID else None
-        syncs = bool(open_flags & os.O_DSYNC) and self._ops.syncs_itself(handle)
-        if unique > FIRST and (taken := self._ops.written_before(unique & FIRST)) is not None:
-            if syncs:
-                self.start(unique, "write", self._ops.synced(handle, taken), self._replies.count)
-            else:
-                self._replies.count(unique, taken)
-            return
-        payload = self._view[WRITE_BYTES:count]
-        self._state.written_bytes += len(payload)
-        if not self._keeps:
-            payload = bytes(payload)
-        if open_flags & ASIDE and (open_flags & os.O_APPEND or self._ops.has_pages(handle)):
-            self.start(
-                unique,
-                "write",
-                self._ops.write(handle, offset, bytes(payload), drop_set_ids, syncs, open_flags),
-                self._replies.count,
-            )
-            return
-        try:
-            taken = self._ops.write_now(handle, offset, payload, drop_set_ids, unique & FIRST)
-        except Exception as error:
-            self._replies.fail(unique, error, "write")
-            return
-        if taken:
-            self._replies.count(unique, len(payload))
-        else:
-            self.start(
-                unique,
-                "write",
-                self._ops.write(handle, offset, bytes(payload), drop_set_ids, syncs, open_flags),
-                self._replies.count,
-            )
 
     def _on_lookup(self, count: int) -> None:
         unique, parent, name, _, _, _ = requests.decode_lookup(self._buffer, count)
@@ -218,18 +176,6 @@ class KernelRequests:
         else:
             making = self._ops.create_unnamed(node, mode, flags, Caller(uid, gid, pid, umask))
         self.start(unique, "tmpfile", making, self._replies.created)
-
-    def on_flush(self, count: int) -> None:
-        """Handle a FLUSH."""
-        fields = requests.decode_release(self._buffer, count)
-        unique, handle = fields[2], fields[9]
-        begun = self._ops.begin_flush(handle)
-        if begun is True:
-            self._replies.done(unique)
-        elif begun is not None:
-            self._keep(begun, unique, "flush", self._replies.done)
-        else:
-            self.start(unique, "flush", self._ops.flush(handle, fields[12]), self._replies.done)
 
     def _on_release(self, count: int) -> None:
         fields = requests.decode_release(self._buffer, count)

@@ -49,6 +49,7 @@ ONLY_LOOKS = frozenset(
 """Requests that change nothing. When the mount is gone, they are not waited for."""
 
 SIGKILL_BIT = 1 << 8
+_IN_WORK, _SETLKW = IN_WORK_MAX, int(Op.SETLKW)
 
 Answer = Callable[[int, Any], None]
 """Sends the reply: called with the number of the request and the result."""
@@ -104,18 +105,22 @@ class PendingRequests:
         requests = self._requests
         step.on_end = partial(self.ended, unique, name, answer)
         header = HEADER.unpack_from(requests.buffer)
-        requests.work[unique] = step, header[6], header[1], requests.since_s
+        opcode = header[1]
+        work = requests.work
+        work[unique] = step, header[6], header[1], requests.since_s
         requests.deferred += 1
-        if header[1] == Op.SETLKW:
+        if opcode == _SETLKW:
             self.lock_waits += 1
-        elif len(requests.work) - self.lock_waits >= IN_WORK_MAX:
+        elif len(work) - self.lock_waits >= _IN_WORK:
             self._on_full()
 
     def ended(self, unique: int, name: str, answer: Answer, result: Any, error: BaseException | None) -> None:
         """Reply to a pending request with answer(unique, result), or with the error."""
         requests = self._requests
-        _, _, opcode, since_s = requests.work.pop(unique)
-        if opcode == Op.SETLKW:
+        work = requests.work
+        _, _, opcode, since_s = work.pop(unique)
+        code = opcode
+        if code == _SETLKW:
             self.lock_waits -= 1
             if requests.stopped and isinstance(error, asyncio.CancelledError):
                 error = Unavailable("the mount ends")  # EINTR is for a caller with a signal to handle

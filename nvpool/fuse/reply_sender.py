@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from nvpool.core import primitives
 from nvpool.fuse.ops.inline_completions import OpenReply
 from nvpool.fuse.ops.operations import FuseOps, errno_of
 from nvpool.fuse.protocol import replies
@@ -32,17 +33,19 @@ class ReplySender:
         self._keep_attr, self._keep_entry = requests.keep_attr, requests.keep_entry
         self._keep_absent = requests.keep_absent
 
-    def send(self, head: bytes, *more: bytes | memoryview) -> None:
-        """Send a reply, in parts; its header says to which request it belongs."""
-        requests = self._requests
+    def send(self, head: bytes, payload: bytes | memoryview | None = None) -> None:
+        """Send a reply, in one part or two; its header says to which request it belongs."""
+        requests: Any = self._requests
+        fd: int = self._back(head) if requests.forwarded else requests.fd
+        if payload is None:
+            code = primitives.write_whole(fd, head)
+            if code:
+                self._not_taken(OSError(code, os.strerror(code)), (head,))
+            return
         try:
-            fd = self._back(head) if requests.forwarded else requests.fd
-            if more:
-                os.writev(fd, (head, *more))
-            else:
-                os.write(fd, head)
+            os.writev(fd, (head, payload))
         except OSError as error:
-            self._not_taken(error, (head, *more))
+            self._not_taken(error, (head, payload))
 
     def _back(self, head: bytes) -> int:
         """Descriptor to which a reply or notification is written while workers have forwarded requests."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from nvpool.core.errors import FileTooLarge, InvalidRequest
+from nvpool.core.primitives import chunk_hash
 from nvpool.core.units import (
     CHAINS_PER_TABLE,
     CHUNK_BYTES_DEFAULT,
@@ -21,8 +22,17 @@ from nvpool.core.units import (
     format_bytes,
 )
 
-_MASK = (1 << 64) - 1
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+__all__ = [
+    "Layout",
+    "Piece",
+    "chain_of",
+    "check_range",
+    "chunk_hash",
+    "layout_of",
+    "pack_layout",
+    "pieces",
+    "size_max",
+]
 
 
 class Layout(NamedTuple):
@@ -60,21 +70,6 @@ def layout_of(chunk_bytes: int, table: int = 1) -> Layout:
             f"{chunk_bytes:,} bytes ({format_bytes(chunk_bytes)})"
         )
     return Layout(table, chunk_bytes.bit_length() - 1)
-
-
-def chunk_hash(inode: int, index: int) -> int:
-    """Return 64 evenly distributed bits for a chunk.
-
-    The hash applies the finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
-    Generators, OOPSLA 2014) to inode + (index + 1) * golden gamma, twice, so that neighbouring inodes and
-    indexes get unrelated values.
-    """
-    z = (inode + (index + 1) * _GOLDEN_GAMMA) & _MASK
-    for _ in range(2):
-        z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK
-        z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK
-        z ^= z >> 31
-    return z
 
 
 def chain_of(inode: int, index: int) -> int:

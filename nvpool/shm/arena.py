@@ -13,10 +13,15 @@ from nvpool.core.units import MIB
 _SMALLEST_BITS = 6
 _PIECE_BITS = 20
 _KINDS = _PIECE_BITS - _SMALLEST_BITS + 1
+_SMALLEST, _PIECE, _LIMIT = _SMALLEST_BITS, _PIECE_BITS, _KINDS
 
 
 def _kind(length: int) -> int:
-    return max(0, (length - 1).bit_length() - _SMALLEST_BITS)
+    """Size class of an allocation: it has 1 << kind + 6 bytes. _KINDS if there is none of this size."""
+    kind = 0
+    while kind < _LIMIT and length > 1 << kind + _SMALLEST:
+        kind += 1
+    return kind
 
 
 class Arena:
@@ -56,7 +61,7 @@ class Arena:
 
     def has_room(self, length: int) -> bool:
         """Return whether `length` bytes can be allocated, in parts of up to 1 MiB each."""
-        wanted = (length >> _PIECE_BITS) + 2
+        wanted = (length >> _PIECE) + 2
         if len(self.fresh) < wanted:
             self._gather()
         return len(self.fresh) >= wanted
@@ -64,7 +69,7 @@ class Arena:
     def take(self, length: int) -> int:
         """Allocate up to 1 MiB and return its place; NoSpace if the arena is full."""
         kind = _kind(length)
-        free = self.free[kind]
+        free: list[int] = self.free[kind]
         if not free:
             if not self.fresh:
                 self._gather()
@@ -74,13 +79,15 @@ class Arena:
             self._kinds[piece] = kind
             free += reversed(self._carved(piece))
         place = free.pop()
-        self.used[place >> _PIECE_BITS] += 1
+        self.used[place >> _PIECE] += 1
         self.taken += 1
         return place
 
     def give_back(self, place: int) -> None:
-        piece = place >> _PIECE_BITS
-        self.free[self._kinds[piece]].append(place)
+        piece = place >> _PIECE
+        kind: int = self._kinds[piece]
+        free: list[int] = self.free[kind]
+        free.append(place)
         self.used[piece] -= 1
         self.taken -= 1
 

@@ -1,8 +1,8 @@
-"""Writers of the mount state's records of changes in flight and of open files (shm/mount_state).
+"""Writers of the mount state's records of changes in flight, open files and unstored writes (shm/mount_state).
 
 The process can be killed between any two instructions. So each writer stores the fields of a record first and
 its mark last, as one store: a record counts from its mark on. Used by client/rpc/slot_journal,
-fuse/ops/handles and the fast paths of the mount; mount_state reads the records.
+client/write/crash_journal, fuse/ops/handles and the fast paths of the mount; mount_state reads the records.
 """
 
 from __future__ import annotations
@@ -11,17 +11,27 @@ import struct
 from typing import Any
 
 from nvpool.core.primitives import RecordMemory
+from nvpool.core.units import Buffer
+from nvpool.shm.arena import Arena
 
 SLOT = struct.Struct("<QQQ")
 """sequence, method, unique number of the kernel's request (mark)"""
 HANDLE = struct.Struct("<QIIIIQQ")
 """inode, flags of open(2) (with DIRECTORY for a directory; PUBLISHED), uid, gid, pid of the opener, unique
 number of the open request, handle (mark)"""
+FILE = struct.Struct("<QQQIIQ")
+"""end of the data that stores have and the metadata service does not know yet, bytes of that data, truncate
+epoch, errno not yet reported to any caller, errno of the last loss (0: none), inode (mark)"""
+WRITE = struct.Struct("<QQQQIIQ")
+"""inode, offset in the file, offset in the arena, unique number of the request, length, twice the bytes
+allocated in the arena (plus one in the last piece of a write), number (mark)"""
 HANDLES_MAX = 1 << 20
 _SLOT_BYTES, _HANDLE_BYTES = SLOT.size, HANDLE.size
 _SLOT_MARK, _HANDLE_MARK = SLOT.size - 8, HANDLE.size - 8
 _INDEX_BITS = HANDLES_MAX.bit_length() - 1
 _HANDLES = HANDLES_MAX
+_FILE_BYTES, _WRITE_BYTES = FILE.size, WRITE.size
+_FILE_MARK, _WRITE_MARK = FILE.size - 8, WRITE.size - 8
 
 
 class SlotRecords:
@@ -84,3 +94,84 @@ class HandleRecords:
         index = number & _HANDLES - 1
         self._memory.put_mark(self._place + index * _HANDLE_BYTES + _HANDLE_MARK, 0)
         self._freed.append(index)
+
+
+class FileRecords:
+    """Records of files with data that the metadata service does not know yet."""
+
+    def __init__(self, memory: RecordMemory, place: int) -> None:
+        """`place`: offset of the first record."""
+        self._memory = memory
+        self._place = place
+
+    def keep(self, index: int, end: int, byte_count: int, cut: int, error: int, met: int, inode: int) -> None:
+        """Store all fields of a record, in their order in FILE."""
+        memory = self._memory
+        at = self._place + index * _FILE_BYTES
+        memory.put_u64(at, end)
+        memory.put_u64(at + 8, byte_count)
+        memory.put_u64(at + 16, cut)
+        memory.put_u32(at + 24, error)
+        memory.put_u32(at + 28, met)
+        memory.put_mark(at + _FILE_MARK, inode)
+
+
+class WriteRecords:
+    """Records of pieces of writes that no store has yet, with their bytes in the arena."""
+
+    def __init__(self, memory: RecordMemory, table: Any, arena: Arena, payloads: memoryview) -> None:
+        """`table`: the shm/mount_state.Table of the pieces; `payloads`: the memory of the arena."""
+        self._memory = memory
+        self._table = table
+        self._freed = table.freed
+        self._place = table.place
+        self._count = table.count
+        self._arena = arena
+        self._payloads = payloads
+
+    def has_room(self, length: int) -> bool:
+        """Return whether `keep` can store `length` bytes, in pieces divided at unit borders."""
+        pieces = (length >> 16) + 2  # units are chunks, of 64 KiB at least
+        used: int = self._table.used
+        return len(self._freed) + self._count - used > pieces and self._arena.has_room(length)
+
+    def keep(
+        self, inode: int, offset: int, buffer: Buffer, unique: int, last: bool, number: int
+    ) -> tuple[int, memoryview]:
+        """Store a piece of a write; return (record index, stored bytes).
+
+        On return the piece survives the end of this process. A piece has at most 1 MiB, and the caller has
+        checked `has_room`. `last`: it is the last piece of the write.
+        """
+        memory = self._memory
+        length = len(buffer)
+        place = self._arena.take(length)
+        kept = self._payloads[place : place + length]
+        kept[:] = buffer
+        index: int = self._table.take()
+        at = self._place + index * _WRITE_BYTES
+        # A record without its mark means that the write was stored. So the request number is added only after
+        # the piece is valid. If the process is killed in between, the kernel sends the request again, and the
+        # write stores the same bytes again.
+        memory.put_mark(at + 24, 0)
+        memory.put_u64(at, inode)
+        memory.put_u64(at + 8, offset)
+        memory.put_u64(at + 16, place)
+        memory.put_u32(at + 32, length)
+        memory.put_u32(at + 36, length << 1 | last)
+        memory.put_mark(at + _WRITE_MARK, number)
+        if unique:
+            memory.put_mark(at + 24, unique)
+        return index, kept
+
+    def shorten(self, index: int, length: int) -> None:
+        """Shorten the piece to its first `length` bytes, at least one."""
+        self._memory.put_u32(self._place + index * _WRITE_BYTES + 32, length)
+
+    def drop(self, index: int) -> None:
+        """Delete a piece: a store has it, or no store ever will."""
+        at = self._place + index * _WRITE_BYTES
+        place = self._memory.get_u64(at + 16)
+        self._memory.put_mark(at + _WRITE_MARK, 0)
+        self._freed.append(index)
+        self._arena.give_back(place)

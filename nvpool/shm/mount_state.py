@@ -23,10 +23,20 @@ from typing import Any
 
 from nvpool.core.errors import CorruptRecord, NoSpace, TooManyOpen, WrongFormat
 from nvpool.core.primitives import RecordMemory
-from nvpool.core.units import KIB, MIB, SLOTS_PER_SESSION, Buffer
+from nvpool.core.units import KIB, MIB, SLOTS_PER_SESSION
 from nvpool.shm.arena import Arena
 from nvpool.shm.memfd import make_sealed
-from nvpool.shm.mount_records import HANDLE, HANDLES_MAX, SLOT, HandleRecords, SlotRecords
+from nvpool.shm.mount_records import (
+    FILE,
+    HANDLE,
+    HANDLES_MAX,
+    SLOT,
+    WRITE,
+    FileRecords,
+    HandleRecords,
+    SlotRecords,
+    WriteRecords,
+)
 
 MAGIC = b"nvpkept\n"
 VERSION = 1
@@ -48,16 +58,8 @@ SHARD = struct.Struct("<IB63sQ")
 """shard, length of the secret, secret, session (mark)"""
 LOCK = struct.Struct("<QQQQ")
 """inode, owner, handle through which the lock was acquired, kind (mark)"""
-FILE = struct.Struct("<QQQIIQ")
-"""end of the data that stores have and the metadata service does not know yet, bytes of that data, truncate
-epoch, errno not yet reported to any caller, errno of the last loss (0: none), inode (mark)"""
-WRITE = struct.Struct("<QQQQIIQ")
-"""inode, offset in the file, offset in the arena, unique number of the request, length, twice the bytes
-allocated in the arena (plus one in the last piece of a write), number (mark)"""
 _MARK = struct.Struct("<Q")
 _LENGTH = struct.Struct("<I")
-_UNIQUE_AT = 24
-"""Offset of the unique number in a WRITE."""
 
 SHARD_BYTES = 2048
 """Size of a SHARD record, including the SLOTS_PER_SESSION SLOT records after it."""
@@ -208,6 +210,8 @@ class KeptMemory:
                 raise CorruptRecord(f"write {index} in the memory that a mount's process left makes no sense")
             held.append((place, taken >> 1))
         self.arena = Arena(arena_bytes, held)
+        self.file_records = FileRecords(records, self.files.place)
+        self.write_records = WriteRecords(records, self.writes, self.arena, self.payloads)
         for index, inode, *_ in self.handles.valid():
             if not inode:
                 raise CorruptRecord(
@@ -294,44 +298,6 @@ class KeptMemory:
         place = self.handles.place + index * HANDLE.size + 8
         (flags,) = _LENGTH.unpack_from(self.mapping, place)
         _LENGTH.pack_into(self.mapping, place, flags & ~PUBLISHED)
-
-    # -- writes ----------------------------------------------------------------------------------------------------------
-
-    def has_room(self, length: int) -> bool:
-        """Return whether `keep_write` can store `length` bytes, in pieces divided at unit borders."""
-        pieces = (length >> 16) + 2  # units are chunks, of 64 KiB at least
-        return self.writes.free > pieces and self.arena.has_room(length)
-
-    def keep_write(
-        self, inode: int, offset: int, buffer: Buffer, unique: int, last: bool, number: int
-    ) -> tuple[int, memoryview]:
-        """Store a piece of a write; return (record index, stored bytes).
-
-        On return the piece survives the end of this process. A piece has at most 1 MiB, and the caller has
-        checked `has_room`.
-        """
-        length = len(buffer)
-        place = self.arena.take(length)
-        kept = self.payloads[place : place + length]
-        kept[:] = buffer
-        index = self.writes.take()
-        # A record without its mark means that the write was stored. So the request number is added only after
-        # the piece is valid. If the process is killed in between, the kernel sends the request again, and the
-        # write stores the same bytes again.
-        self.writes.put(index, inode, offset, place, 0, length, length << 1 | last, number)
-        if unique:
-            _MARK.pack_into(self.mapping, self.writes.place + index * WRITE.size + _UNIQUE_AT, unique)
-        return index, kept
-
-    def shorten_write(self, index: int, length: int) -> None:
-        """Shorten the piece to its first `length` bytes, at least one."""
-        _LENGTH.pack_into(self.mapping, self.writes.place + index * WRITE.size + 32, length)
-
-    def drop_write(self, index: int) -> None:
-        """Delete a piece: a store has it, or no store ever will."""
-        place = self.writes.read(index)[2]
-        self.writes.give_back(index)
-        self.arena.give_back(place)
 
     def trim(self) -> None:
         """Return the pages of an empty arena to the system; do nothing if the arena is not empty."""

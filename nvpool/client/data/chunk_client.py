@@ -27,7 +27,7 @@ from nvpool.client.data.short_circuit import ShortCircuitReads
 from nvpool.client.data.store_reads import StoreReads
 from nvpool.client.data.unstable_writes import PATIENCE_S, StoreCommit, Stored, WrittenAt
 from nvpool.client.data.volume_key_cache import VolumeKeys
-from nvpool.client.data.write_fast_path import SubmittedWrite, is_alone
+from nvpool.client.data.write_fast_path import SubmittedWrite, WriteSubmitter, is_alone
 from nvpool.client.rpc.backoff import at_the_deadline, pause, reason_of, until_known
 from nvpool.client.state.client_events import ClientEvents
 from nvpool.client.state.metadata_cache import OpenInode
@@ -115,6 +115,8 @@ class ChunkClient:
         self._path_text = path_text
         self.counters = {"reads": 0, "messages": 0, "writes": 0, "repeats": 0, "mismatches": 0}
         self.reads = StoreReads(self)
+        self.submitter = WriteSubmitter(self)
+        """Sends the writes that need not wait; `write` sends the others."""
         view.changed.append(self._map_changed)
         events.file_changed.append(self.short.forget)
 
@@ -391,52 +393,10 @@ class ChunkClient:
 
     # -- writing ---------------------------------------------------------------------------------------------------------
 
-    def way_to_write(self, file: OpenInode, index: int) -> tuple[Chain, ReadQueue, object] | None:
-        """The route of `begin_write` to the chunk; None if the write would have to wait.
-
-        The caller must use the route immediately, before any other task can take its place.
-        """
-        if not self.slots or self.slot_waiters:
-            return None
-        try:
-            chain = self.chain(file, index)
-            lane = self.lane(chain.targets[0])
-        except StaleEpoch:
-            return None
-        if file.encrypted:
-            return None
-        connection = self.dialer.live(lane.endpoints)
-        return None if connection is None else (chain, lane, connection)
-
-    def begin_write(
-        self,
-        way: tuple[Chain, ReadQueue, object],
-        file: OpenInode,
-        index: int,
-        offset: int,
-        length: int,
-        parts: Sequence,
-        checksums: bytes,
-        deadline_s: float,
-        on_end: Callable[[SubmittedWrite, BaseException | None], None],
-    ) -> SubmittedWrite:
-        """Submit `write` by the route that `way_to_write` has just returned; see Writing."""
-        self.counters["writes"] += 1
-        self.sequence += 1
-        file.grant_used = True
-        writing = SubmittedWrite(self, file, index, way[0].epoch, self.slots.pop(), self.sequence, on_end)
-        writing.send(way, self.epoch, offset, length, parts, checksums, deadline_s)
-        return writing
-
     def was_written(self, file: OpenInode, index: int, epoch: int, cut: int) -> Stored:
         """Note that a write succeeded; return the unstable write, which a later commit makes durable."""
         self.short.forget_chunk(file, index)
         return self.replicas.stored(file, index, epoch, cut)
-
-    def leave(self, writing: SubmittedWrite) -> None:
-        """Release the request id of the write."""
-        self.slots.append(writing.slot)
-        self.wake_slot_waiter()
 
     async def write(
         self,
@@ -475,7 +435,7 @@ class ChunkClient:
                     begun.error,
                 )
             finally:
-                self.leave(begun)
+                self.submitter.leave(begun)
         return await self.named(
             lambda *name: self._write(file, index, offset, length, parts, checksums, *name, deadline_s),
             deadline_s,

@@ -4,8 +4,7 @@ A write goes to the head of its chain. If the head dies or is cut off, another t
 newest pool map says so. So a write whose chain has another head in a newer map ends with StaleEpoch; its
 caller repeats the write at the new head under the same request id. While a reply takes long, the map is
 followed: a target that is stopped or cut off sends nothing. `ChunkClient.unless_moved` does the same for
-writes that a task sends. Used by the fast paths for writes (client/data/write_fast_path,
-client/write/fast_writes).
+writes that a task sends. Used by the fast path for writes (client/data/write_fast_path).
 """
 
 from __future__ import annotations

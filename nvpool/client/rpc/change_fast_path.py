@@ -17,12 +17,18 @@ from typing import Any, NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError
 
+from nvpool.client.rpc.slot_journal import SlotJournal
 from nvpool.client.state.shard_session import ShardSession
+from nvpool.core import primitives
+from nvpool.core.clock import Clock, SystemClock
 from nvpool.core.errors import CorruptFrame, Refused, Stale, StaleEpoch, StaleSession, WrongShard
+from nvpool.core.ids import COUNTER_BITS
 from nvpool.rpc.api import Reply
+from nvpool.rpc.transports import request_submission
 
 OnEnd = Callable[[Any, BaseException | None], None]
 _TO_BE_MENDED = (StaleSession, StaleEpoch, WrongShard)
+_COUNTER_BITS = COUNTER_BITS
 
 
 class SentChange(NamedTuple):
@@ -48,10 +54,9 @@ class ChangeOwner(Protocol):
     def leave(self, unique: int, state: ShardSession, slot: int, sequence: int, generation: int) -> None:
         """Release the slot when the kernel's request is answered."""
 
-    def give_back_answered(
-        self, unique: int, state: ShardSession, slot: int, sequence: int, generation: int
-    ) -> None:
-        """Release the slot of a change. Its kernel's request, if there is one, has been answered."""
+    @property
+    def once(self) -> SlotJournal | None:
+        """The record of kernel requests with changes."""
 
     def lost_sight(self) -> None:
         """End all leases after a change with an unknown outcome."""
@@ -124,10 +129,12 @@ class SubmittedChange:
         self.task: asyncio.Task | None = None
         self._ended = self._left = False
 
-    def send(self, connection) -> None:
+    def send(self, connection: Any, now_s: float) -> None:
+        """Send the request."""
         self._connection = connection
-        self._number = connection.submit(
-            self.method, self.request.SerializeToString(), deadline_s=self.deadline_s, on_done=self.answered
+        message: bytes = self.request.SerializeToString()
+        self._number = request_submission.submit(
+            connection, self.method, message, None, self.deadline_s, now_s, self
         )
 
     def was_sent(self, sent: SentChange) -> None:
@@ -156,6 +163,10 @@ class SubmittedChange:
         self.meta.lost_sight()
         self._end(None, asyncio.CancelledError())
         return True
+
+    def __call__(self, reply: Reply | None, error: BaseException | None) -> None:
+        """As `answered`."""
+        self.answered(reply, error)
 
     def answered(self, reply: Reply | None, error: BaseException | None) -> None:
         """Handle the result of the request, once."""
@@ -199,6 +210,88 @@ class SubmittedChange:
             self.on_end(answer, error)
         finally:
             if not self._left:
-                self.meta.give_back_answered(
-                    self.unique, self.state, self.slot, self.sequence, self.generation
-                )
+                once = self.meta.once if self.unique else None
+                give_back(once, self.state, self.slot, self.sequence, self.generation)
+
+
+def give_back(once: SlotJournal | None, state: Any, slot: int, sequence: int, generation: int) -> None:
+    """Release the slot of a change that is over, if its session is still the present one.
+
+    `once`: has a record of the slot, for a kernel request that has been answered; None: there is no record.
+    """
+    if state.generation == generation:
+        if once is not None:
+            once.clear(state.record, slot)
+        state.slots.append((slot, sequence))
+        if state.waiting:
+            state.wake()
+
+
+class ChangeSubmitter:
+    """Submits changes for `meta`, whose sessions and slots it uses."""
+
+    def __init__(self, meta: Any, clock: Clock) -> None:
+        self._meta = meta
+        self._clock = clock
+        self._is_system = type(clock) is SystemClock
+        self._shards: dict[int, ShardSession] = meta.shards
+        self._counters: dict[str, int] = meta.counters
+        self._view, self._dialer, self._once = meta.view, meta.dialer, meta.once
+
+    def begin(
+        self,
+        inode: int,
+        method: int,
+        request: Any,
+        reply_type: Any,
+        on_end: OnEnd,
+        uid: int,
+        gid: int,
+        file: Any,
+        unique: int,
+    ) -> SubmittedChange | None:
+        """As MetaClient.begin."""
+        meta = self._meta
+        pool_map: Any = self._view.map
+        state: Any = self._shards.get(pool_map.shard_of_partition[inode >> _COUNTER_BITS])
+        if state is None or not state.session or not state.slots or state.waiting or meta.closed:
+            return None
+        if file is not None and file.lost:
+            return None
+        shard: Any = pool_map.shard_by_id.get(state.shard)
+        if shard is None:
+            return None
+        connection: Any = self._dialer.by_endpoints.get(shard.endpoints)
+        if connection is None or connection is not state.met or connection.closed:
+            return None
+        once: Any = self._once if unique else None
+        if once is not None and once.knows(unique):
+            return None
+        self._counters["changes"] += 1
+        slot, sequence = state.slots.popleft()
+        sequence += 1
+        if once is not None:
+            once.note(state.record, slot, sequence, method, unique)
+        else:
+            unique = 0
+        change = request.change
+        change.uid, change.gid = uid, gid
+        change.session, change.slot, change.sequence = state.session, slot, sequence
+        change.map_epoch = pool_map.epoch
+        now_s = primitives.boottime_s() if self._is_system else self._clock.boottime_s()
+        begun = SubmittedChange(
+            meta,
+            on_end,
+            inode,
+            method,
+            request,
+            reply_type,
+            file,
+            unique,
+            state,
+            slot,
+            sequence,
+            now_s + meta.options.deadline_s,
+        )
+        begun.send(connection, now_s)
+        return begun

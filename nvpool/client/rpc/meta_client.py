@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 from nvpool.client.rpc.backoff import at_the_deadline, pause, reason_of
-from nvpool.client.rpc.change_fast_path import OnEnd, SentChange, SubmittedChange
+from nvpool.client.rpc.change_fast_path import ChangeSubmitter, OnEnd, SentChange, SubmittedChange, give_back
 from nvpool.client.rpc.deferred_close import RENEW_INODES_MAX, DeferredClose
 from nvpool.client.rpc.lease_watch import keep_watch
 from nvpool.client.rpc.partition_migration import PartitionOwners
@@ -92,6 +92,7 @@ class MetaClient(DeferredClose):
         self.moved = PartitionOwners(self, view.map, self.shards, clock, options.deadline_s, self.sessions.at)
         view.changed.append(self.moved.use_map)
         self.counters = {"questions": 0, "changes": 0, "repeats": 0, "sessions": 0, "renewals": 0}
+        self.submitter = ChangeSubmitter(self, clock)
 
     # -- queries -------------------------------------------------------------------------------------------------------
 
@@ -258,52 +259,7 @@ class MetaClient(DeferredClose):
         None: there was no side effect. `unique`: the number of the kernel's request for which the change is
         made exactly once (see client/rpc/slot_journal). `on_end` gets the errors that `change` raises.
         """
-        pool_map = self.view.map
-        state = self.shards.get(pool_map.shard_of_partition[partition_of(inode)])
-        if state is None or not state.session or not state.slots or state.waiting or self.closed:
-            return None
-        if file is not None and file.lost:
-            return None
-        shard = pool_map.shard_by_id.get(state.shard)
-        if shard is None:
-            return None
-        connection = self.dialer.live(shard.endpoints)
-        if connection is None or connection is not state.met:
-            return None
-        once = self.once if unique else None
-        if once is not None and once.knows(unique):
-            return None
-        self.counters["changes"] += 1
-        slot, sequence = state.slots.popleft()
-        sequence += 1
-        if once is not None:
-            once.note(state.record, slot, sequence, method, unique)
-        else:
-            unique = 0
-        change = request.change
-        change.uid, change.gid = uid, gid
-        change.session, change.slot, change.sequence, change.map_epoch = (
-            state.session,
-            slot,
-            sequence,
-            pool_map.epoch,
-        )
-        begun = SubmittedChange(
-            self,
-            on_end,
-            inode,
-            method,
-            request,
-            reply_type,
-            file,
-            unique,
-            state,
-            slot,
-            sequence,
-            self.clock.boottime_s() + self.options.deadline_s,
-        )
-        begun.send(connection)
-        return begun
+        return self.submitter.begin(inode, method, request, reply_type, on_end, uid, gid, file, unique)
 
     def go_on_with(
         self,
@@ -354,12 +310,7 @@ class MetaClient(DeferredClose):
         self, unique: int, state: ShardSession, slot: int, sequence: int, generation: int
     ) -> None:
         """Release the slot of a change. Its kernel's request, if there is one, has been answered."""
-        if state.generation == generation:
-            if unique:
-                self.once.clear(state.record, slot)
-            state.slots.append((slot, sequence))
-            if state.waiting:
-                state.wake()
+        give_back(self.once if unique else None, state, slot, sequence, generation)
 
     def lost_sight(self) -> None:
         """End all leases after a change with an unknown outcome.

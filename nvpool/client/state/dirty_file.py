@@ -16,8 +16,9 @@ from nvpool.core.errors import NvpoolError
 from nvpool.core.units import BLOCK_BYTES, KIB
 
 _UNIT_BITS_MAX = 20
-_KEEP_BYTES = 32 * KIB
+JOURNAL_VIEW_MIN = 32 * KIB
 """From this size on a write of immutable bytes is not copied. Smaller writes are merged by copying."""
+_KEEP_BYTES = JOURNAL_VIEW_MIN
 _ORDERED_MAX = 256
 """Extents of a file up to which their order is examined. Scattered writes leave holes in any case."""
 
@@ -74,7 +75,8 @@ class UnfairLock:
 
     def release(self) -> None:
         self.taken = False
-        self._wake()
+        if self.waiting:
+            self._wake()
 
     def _wake(self) -> None:
         while self.waiting:
@@ -141,7 +143,7 @@ class DirtyFile:
         self.changed: asyncio.Future | None = None
         self.held = 0
         self.stored_bytes = 0  # since the last report: the service estimates the file's space from it
-        self.reporting = UnfairLock()
+        self.reporting: UnfairLock = UnfairLock()
         self.begun = False  # something was written
         self.paused = 0  # while above 0 nothing is sent, because the file is being truncated
         self.flushing = None  # called when a send ends; see client/write/sender
@@ -174,14 +176,22 @@ class DirtyFile:
         self.find_end()
 
     def find_end(self) -> None:
-        void = self.appended.void if self.appended is not None else ()
-        self.end = max((segment.end for segment in self.segments() if segment.number not in void), default=0)
-        self.end = max(self.end, self.stored_up_to)
+        """Set `end` after extents were dropped or reported."""
+        found = self.stored_up_to()
+        if self.sending or self.dirty:
+            void = self.appended.void if self.appended is not None else ()
+            for segment in self.segments():
+                if segment.end > found and segment.number not in void:
+                    found = segment.end
+        self.end = found
 
-    @property
     def stored_up_to(self) -> int:
         """End of all stored and unreported bytes, with gaps or without."""
-        return max(self.stored_end, *[end for _, end in self.ahead]) if self.ahead else self.stored_end
+        found = self.stored_end
+        if self.ahead:
+            for _, end in self.ahead:
+                found = max(found, end)
+        return found
 
     def has_stored(self, segment: DirtyExtent, end: int) -> None:
         """Record that stores have the extent (still listed here) up to `end`.
@@ -189,16 +199,18 @@ class DirtyFile:
         The file must not be reported to end there while an older write that also extends the file is missing:
         other clients would read zeros.
         """
-        if end > self.file.attr.size and (
-            self.dirty
-            or len(self.sending) > 1
-            or self.ahead
-            or any(len(segments) > 1 for segments in self.sending.values())
-        ):
+        if (self.dirty or self.ahead or self._has_several_sending()) and end > self.file.attr.size:
             self.ahead = (*self.ahead, (segment.number, end))
             self.catch_up(segment)
-        else:
-            self.stored_end = max(self.stored_end, end)
+        elif end > self.stored_end:
+            self.stored_end = end
+
+    def _has_several_sending(self) -> bool:
+        """Whether more than one extent is in flight."""
+        count = 0
+        for segments in self.sending.values():
+            count += len(segments)
+        return count > 1
 
     def catch_up(self, stored: DirtyExtent | None = None) -> None:
         """Count ends that were stored ahead of older extents and are no longer ahead.

@@ -21,7 +21,6 @@ from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.pool_map_cache import PoolView
 from nvpool.client.state.vfs_types import FrontEndCallbacks
 from nvpool.client.write.crash_journal import CrashJournal
-from nvpool.client.write.fast_writes import plain_writes
 from nvpool.client.write.quota_reservations import QuotaReservations
 from nvpool.client.write.write_reports import UnreportedWrites, WriteReports
 from nvpool.client.write.writeback import Writer
@@ -101,8 +100,6 @@ class ClientParts:
         self.events.leases_recalled.append(self._leases_recalled)
         self.events.opens_reported.append(self._opens_reported)
         self.events.shard_restarted.append(self._shard_restarted)
-        self.fast_writes = plain_writes(self)
-        """The compiled fast path of client/write/fast_writes, which uses the parts above; None without it."""
 
     def _shard_restarted(self, shard: int) -> None:
         self.cache.reset_inodes(lambda inode: self.meta.shard_of(inode) == shard)

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Protocol
 
 from nvpool.client.read.reader import EMPTY
-from nvpool.client.rpc.change_fast_path import OnEnd, SentChange, SubmittedChange
+from nvpool.client.rpc.change_fast_path import SentChange, SubmittedChange
 from nvpool.client.state.dirty_file import DirtyFile
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.open_handles import OpenHandles
@@ -29,7 +29,7 @@ from nvpool.client.vfs.client_parts import ClientParts
 from nvpool.client.vfs.locks import FileLocks
 from nvpool.client.vfs.namespace import Lookups, NamespaceOperations, check_name, create_request, is_name
 from nvpool.client.write.append_reservations import open_end
-from nvpool.client.write.sender import CloseFlush
+from nvpool.client.write.handle_writes import HandleWrites
 from nvpool.core.errors import (
     BadHandle,
     DeadlineExceeded,
@@ -380,8 +380,11 @@ class FileData:
         self._rooms = parts.rooms
         self._inodes = parts.inodes
         self._tasks = parts.tasks
-        self._fast_writes = parts.fast_writes
         self._locks = locks
+        self.writes = HandleWrites(
+            parts.writer, parts.reader.changed, parts.rooms, locks.owners, self.flush_writes
+        )
+        """The writes and closes that need no wait."""
 
     def is_settled(self, handle: FileHandle) -> bool:
         """Whether another client that opens the file now reads the same bytes as this one.
@@ -493,26 +496,6 @@ class FileData:
         self._reader.changed(file)  # drop what was fetched while the write waited for buffer space
         return written
 
-    def write_now(self, handle: FileHandle, offset: int, buffer, unique: int = 0) -> bool:
-        """As `write`, without waiting; return whether `buffer` was accepted.
-
-        False: there was no side effect, and the caller must await `write`. `unique`: the number of the
-        kernel's request, if there is one.
-        """
-        plain = self._fast_writes
-        if plain is not None and plain.take(handle, offset, buffer, unique):
-            return True
-        file = handle.file
-        if not handle.writable or handle.append or handle.closed or file.lost or not len(buffer):
-            return False
-        check_range(file.layout, offset, len(buffer))
-        if offset + len(buffer) > file.paid and not self._rooms.cover(file, offset + len(buffer)):
-            return False
-        if not self._writer.write_now(file, offset, buffer, unique):
-            return False
-        self._reader.changed(file)  # the bytes are already being sent; no read can have run in between
-        return True
-
     async def append(self, handle: FileHandle, buffer) -> int:
         """Write at the end of the file, whatever the handle's flags; return the first offset."""
         if not handle.writable or handle.closed:
@@ -605,24 +588,6 @@ class FileData:
         finally:
             if owner is not None:
                 await self._locks.release_owner(handle, owner)
-
-    def is_flushed(self, handle: FileHandle) -> bool:
-        """Whether `flush` has nothing to do for any lock owner: no written data and no locks."""
-        file = handle.file
-        return file.written is None and not file.lost and not self._locks.is_locked(file.inode)
-
-    def begin_flush(self, handle: FileHandle, on_end: OnEnd) -> CloseFlush | bool | None:
-        """Submit `flush` without a task; `on_end(None, error)` is called when it ends.
-
-        Returns an object with `cancel`. True: there is nothing to do. None: there was no side effect, and the
-        caller must await `flush`, for example because the file has locks.
-        """
-        file = handle.file
-        if file.lost or self._locks.is_locked(file.inode):
-            return None
-        if file.written is None:
-            return True
-        return self._writer.begin_flush(file, on_end, partial(self.flush_writes, handle), self._fast_writes)
 
     async def flush_writes(self, handle: FileHandle) -> None:
         """The part of `flush` that stores and reports the file's writes, and raises an error of a write."""

@@ -78,7 +78,6 @@ class Vfs:
         self.meta, self.leases, self.cache, self.paths = parts.meta, parts.leases, parts.cache, parts.paths
         self.chunks, self.ranges, self.reader = parts.chunks, parts.ranges, parts.reader
         self.writer, self.keeping, self.rooms = parts.writer, parts.keeping, parts.rooms
-        self.fast_writes = parts.fast_writes
         self.lookup_prefetch = self.lookups.prefetch
         self.ask_all = parts.inodes.ask_all
 
@@ -145,11 +144,11 @@ class Vfs:
         self.unreported_check = self.data.unreported_check
         self.read_many = self.data.read_many
         self.write = self.data.write
-        self.write_now = self.data.write_now
+        self.write_now = self.data.writes.write_now
         self.append = self.data.append
         self.flush = self.data.flush
-        self.begin_flush = self.data.begin_flush
-        self.is_flushed = self.data.is_flushed
+        self.begin_flush = self.data.writes.begin_flush
+        self.is_flushed = self.data.writes.is_flushed
         self.is_settled = self.data.is_settled
         self.fsync = self.data.fsync
 

@@ -40,11 +40,13 @@ class CrashJournal:
 
     def __init__(self, memory: KeptMemory) -> None:
         self.memory = memory
-        self.last_number = max((record[-1] for record in memory.writes.all()), default=0)
+        self._files, self._writes = memory.file_records, memory.write_records
+        self.last_number = max([record[-1] for record in memory.writes.all()], default=0)
         self._unstable = bool(memory.word(Word.UNSTABLE))
 
     def has_room(self, length: int) -> bool:
-        return self.memory.has_room(length)
+        """Whether `keep` can journal a write of `length` bytes, in pieces divided at unit borders."""
+        return self._writes.has_room(length)
 
     def keep(
         self, written: DirtyFile, offset: int, data, unique: int, last: bool
@@ -53,13 +55,15 @@ class CrashJournal:
 
         Return its record, and its bytes in the journal.
         """
-        self.last_number += 1
-        index, kept = self.memory.keep_write(written.file.inode, offset, data, unique, last, self.last_number)
-        return (self.last_number, index), kept
+        number = self.last_number + 1
+        self.last_number = number
+        index, kept = self._writes.keep(written.file.inode, offset, data, unique, last, number)
+        return (number, index), kept
 
     def drop(self, records: list[Record]) -> None:
-        for _, index in records:
-            self.memory.drop_write(index)
+        """Drop pieces, and empty the list."""
+        for record in records:
+            self._writes.drop(record[1])
         records.clear()
 
     def clip(self, segment: DirtyExtent, size: int) -> None:
@@ -68,10 +72,10 @@ class CrashJournal:
         for record in segment.records:
             _, offset, _, _, length, _, _ = self.memory.writes.read(record[1])
             if offset >= size:
-                self.memory.drop_write(record[1])
+                self._writes.drop(record[1])
                 continue
             if offset + length > size:
-                self.memory.shorten_write(record[1], size - offset)
+                self._writes.shorten(record[1], size - offset)
             kept.append(record)
         segment.records = kept
 
@@ -88,8 +92,8 @@ class CrashJournal:
         file = written.file
         error = written.error.errno if written.error is not None else 0
         met = written.met.errno if written.met is not None else 0
-        self.memory.files.put(
-            written.entry, written.stored_up_to, written.stored_bytes, file.cut, error, met, file.inode
+        self._files.keep(
+            written.entry, written.stored_up_to(), written.stored_bytes, file.cut, error, met, file.inode
         )
 
     def end(self, written: DirtyFile) -> None:

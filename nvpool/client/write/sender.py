@@ -16,23 +16,24 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from nvpool.client.data.unstable_writes import UnstableWrites
-from nvpool.client.data.write_fast_path import SubmittedWrite
+from nvpool.client.data.write_fast_path import SubmittedWrite, WriteSubmitter
 from nvpool.client.rpc.change_fast_path import OnEnd, SubmittedChange
-from nvpool.client.state.dirty_file import DirtyExtent, DirtyFile, prepared
+from nvpool.client.state.dirty_file import JOURNAL_VIEW_MIN, DirtyExtent, DirtyFile, prepared
 from nvpool.client.state.metadata_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.write.append_reservations import open_end
 from nvpool.client.write.crash_journal import CrashJournal
-from nvpool.core.clock import Clock
+from nvpool.core import primitives
+from nvpool.core.clock import Clock, SystemClock
 from nvpool.core.errors import Cancelled, LockLost, NotFound, NvpoolError, StaleCut
 from nvpool.core.grants import WRITE
 from nvpool.core.units import BLOCK_BYTES, WITHDRAW_ANY
 
 log = logging.getLogger(__name__)
+_BLOCK = BLOCK_BYTES
 
 BeginReport = Callable[[OpenInode, int, int, bool, OnEnd], SubmittedChange | None]
 """Submits a report: (file, end, bytes that stores have, whether the file was written, on_end).
@@ -41,35 +42,66 @@ BeginReport = Callable[[OpenInode, int, int, bool, OnEnd], SubmittedChange | Non
 """
 
 
-class SizeReport(NamedTuple):
+class SizeReport:
     """The content of a report to the service."""
 
-    end: int
-    stored: int
-    wrote: bool
-    cut: int
-    withdrawn: int = 0
+    __slots__ = ("end", "stored", "wrote", "cut", "withdrawn")
+
+    def __init__(self, end: int, stored: int, wrote: bool, cut: int, withdrawn: int) -> None:
+        self.end = end
+        self.stored = stored
+        self.wrote = wrote
+        self.cut = cut
+        self.withdrawn = withdrawn
+
+
+class SentExtent(SubmittedWrite):
+    """A submitted write of an extent."""
+
+    __slots__ = ("sender", "written", "unit", "extent")
+
+    def ended(self, error: BaseException | None) -> None:
+        """Pass the end on to the sender."""
+        self.sender.was_sent(self, error)
 
 
 class WriteSender:
-    """The part of `Writer` that sends; `Writer` provides the attributes declared here."""
+    """The part of `Writer` that sends."""
 
-    _chunks: object
-    _options: ClientOptions
-    _clock: Clock
-    _refresh: Callable[[OpenInode, int], Awaitable[None]]
-    begin_report: BeginReport
-    keeping: CrashJournal | None
-    in_flight: int
-    last_number: int
-    stalled: OrderedDict[int, DirtyFile]
-    _tasks: set[asyncio.Task]
-    begun: set[SubmittedWrite]
-    unstable: UnstableWrites
-    _hold: Callable[[DirtyFile, int], None]
-    _clip: Callable[[DirtyFile, int], None]
-    _give_up: Callable[[DirtyFile, int], None]
-    take_error: Callable[[DirtyFile], NvpoolError]
+    def __init__(
+        self,
+        chunks: Any,
+        options: ClientOptions,
+        clock: Clock,
+        refresh: Callable[[OpenInode, int], Awaitable[None]],
+        begin_report: BeginReport,
+        keeping: CrashJournal | None,
+        lost: Callable[[int], None],
+    ) -> None:
+        """`lost(inode)` is called when stores have lost unstable writes."""
+        self._chunks = chunks
+        self._submitter: WriteSubmitter | None = chunks.submitter
+        self._options = options
+        self._flight_max, self._deadline_after_s = options.write_flight_bytes, options.deadline_s
+        self._clock = clock
+        self._is_system = type(clock) is SystemClock
+        self._refresh = refresh
+        self.begin_report = begin_report
+        self.keeping = keeping
+        self.held = 0
+        self.in_flight = 0
+        self.last_number = 0
+        self.room_waiters: list[asyncio.Future] = []
+        # files that wait for space in flight, in order
+        self.stalled: OrderedDict[int, DirtyFile] = OrderedDict()
+        self._tasks: set[asyncio.Task] = set()
+        self.begun: set[SubmittedWrite] = set()
+        self.unstable = UnstableWrites(
+            chunks, keeping.note_unstable if keeping is not None else lambda there_is: None, lost
+        )
+
+    def _now_s(self) -> float:
+        return primitives.boottime_s() if self._is_system else self._clock.boottime_s()
 
     def _own(self, work: Coroutine) -> None:
         task = asyncio.create_task(work)
@@ -78,8 +110,7 @@ class WriteSender:
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def mark_all_due(written: DirtyFile) -> None:
+    def mark_all_due(self, written: DirtyFile) -> None:
         """Let `pump` send all dirty extents of the file, however young they are."""
         for segments in written.dirty.values():
             for segment in segments:
@@ -94,10 +125,7 @@ class WriteSender:
             for segment in segments:
                 if not segment.due or self._overlaps_sending(written, unit, segment):
                     kept.append(segment)
-                elif (
-                    self.in_flight
-                    and self.in_flight + segment.end - segment.start > self._options.write_flight_bytes
-                ):
+                elif not self._has_flight_room(segment.end - segment.start):
                     kept.append(segment)
                     self.stalled[written.file.inode] = written
                 else:
@@ -107,60 +135,52 @@ class WriteSender:
             else:
                 del written.dirty[unit]
 
+    def _has_flight_room(self, length: int) -> bool:
+        """Whether the bound of bytes in flight lets `length` more be sent."""
+        return not self.in_flight or self.in_flight + length <= self._flight_max
+
     def _set_out(self, written: DirtyFile, unit: int, segment: DirtyExtent) -> None:
         self.in_flight += segment.end - segment.start
-        written.sending.setdefault(unit, []).append(segment)
+        sending = written.sending.get(unit)
+        if sending is None:
+            written.sending[unit] = [segment]
+        else:
+            sending.append(segment)
         if not self._begin(written, unit, segment):
             self._own(self._send(written, unit, segment))
 
-    @staticmethod
-    def _overlaps_sending(written: DirtyFile, unit: int, segment: DirtyExtent) -> bool:
+    def _overlaps_sending(self, written: DirtyFile, unit: int, segment: DirtyExtent) -> bool:
         sending = written.sending.get(unit)
-        if not sending:
+        if sending is None:
             return False
-        first, last = segment.start // BLOCK_BYTES, (segment.end - 1) // BLOCK_BYTES
-        return any(s.start // BLOCK_BYTES <= last and (s.end - 1) // BLOCK_BYTES >= first for s in sending)
+        first, last = segment.start // _BLOCK, (segment.end - 1) // _BLOCK
+        overlaps = False
+        for sent in sending:
+            overlaps = overlaps or (sent.start // _BLOCK <= last and (sent.end - 1) // _BLOCK >= first)
+        return overlaps
 
-    def _deadline_s(self, segment: DirtyExtent) -> float:
+    def _deadline_s(self, segment: DirtyExtent, now_s: float) -> float:
         """The deadline, counted from the write. A write that waited behind others does not get more time."""
-        return max(
-            segment.born_s + self._options.deadline_s,
-            self._clock.boottime_s() + min(1.0, self._options.deadline_s),
-        )
+        after_s = self._deadline_after_s
+        return max(segment.born_s + after_s, now_s + min(1.0, after_s))
 
     def _begin(self, written: DirtyFile, unit: int, segment: DirtyExtent) -> bool:
         """Submit the extent without a task; return whether it was submitted."""
-        file = written.file
-        index = segment.start >> file.chunk_bits
-        way = self._chunks.way_to_write(file, index)
-        if way is None:
+        submitter = self._submitter
+        if submitter is None:
             return False
-        parts, checksums = prepared(segment)
-        on_end = partial(self.was_sent, written, unit, segment)
-        writing = self._chunks.begin_write(
-            way,
-            file,
-            index,
-            segment.start & file.chunk_mask,
-            segment.end - segment.start,
-            parts,
-            checksums,
-            self._deadline_s(segment),
-            on_end,
-        )
+        writing = SentExtent.__new__(SentExtent)
+        writing.sender, writing.written, writing.unit, writing.extent = self, written, unit, segment
+        now_s = self._now_s()
+        if not submitter.begin(writing, written.file, segment, self._deadline_s(segment, now_s), now_s):
+            return False
         self.begun.add(writing)
         return True
 
-    def was_sent(
-        self,
-        written: DirtyFile,
-        unit: int,
-        segment: DirtyExtent,
-        writing: SubmittedWrite,
-        error: BaseException | None,
-    ) -> None:
+    def was_sent(self, writing: SentExtent, error: BaseException | None) -> None:
         """Complete a submitted write, or retry it on the slow path if it failed."""
         self.begun.discard(writing)
+        written, unit, segment = writing.written, writing.unit, writing.extent
         if isinstance(error, asyncio.CancelledError):
             written.meet(_closed())
         elif error is not None:
@@ -178,8 +198,11 @@ class WriteSender:
         """Send the extent by the slow path. `begun`: its earlier submission, which failed."""
         file = written.file
         try:
+            if segment.records and segment.end - segment.start < JOURNAL_VIEW_MIN:
+                # A connection may keep parts beyond the end of a request; memory of the journal is used again.
+                segment.bytes()
             parts, checksums = prepared(segment)
-            deadline_s = self._deadline_s(segment)
+            deadline_s = self._deadline_s(segment, self._now_s())
             offset = segment.start & file.chunk_mask
             index = segment.start >> file.chunk_bits
             while True:
@@ -218,12 +241,14 @@ class WriteSender:
             written.meet(_closed())
             raise
         finally:
-            self._left(written, unit, segment)
+            self._left(written, unit, segment, None)
 
     def _has_stored(self, written: DirtyFile, segment: DirtyExtent, cut: int) -> None:
         """Record that a store has the extent, written under the truncate number `cut`."""
         if written.file.truncated <= cut:
-            end = segment.end if not written.is_broken else min(segment.end, written.appended.broken)
+            end = segment.end
+            if written.appended is not None and written.is_broken:
+                end = min(end, written.appended.broken)
             written.has_stored(segment, end)
             written.stored_bytes += segment.end - segment.start
         # The service may have set the time before these bytes were stored: a client that opened the file
@@ -246,7 +271,7 @@ class WriteSender:
             self._give_up(written, max(segment.start, appended.start))
 
     def _left(
-        self, written: DirtyFile, unit: int, segment: DirtyExtent, stored: SubmittedWrite | None = None
+        self, written: DirtyFile, unit: int, segment: DirtyExtent, stored: SubmittedWrite | None
     ) -> None:
         """Remove the extent from those in flight: it was stored (`stored`, or noted before) or dropped."""
         length = segment.end - segment.start
@@ -260,46 +285,105 @@ class WriteSender:
         if written.appended is not None and written.appended.void:
             written.appended.void.discard(segment.number)
             written.find_end()
-        if written.flushing is not None:
-            written.flushing.look()  # first, so the service works on the report while we continue
+        flushing: CloseFlush | None = written.flushing
+        if flushing is not None:
+            flushing.look()  # first, so the service works on the report while we continue
         # before the pieces are dropped: a successor process must know that the bytes are unstable
         if stored is not None:
-            self.unstable.note(written.file.inode, stored.stored())
+            stored.note_stored(self.unstable)
         if self.keeping is not None:
             self.keeping.drop(segment.records)
         self._hold(written, -length)
         if written.error is not None:
             written.find_end()
             self._note(written)
-        self._wake_waiters(written)
+        if written.changed is not None:
+            self._wake_waiters(written)
         if written.dirty:
             self.pump(written)
+        if self.stalled:
+            self._pump_stalled()
+
+    def _pump_stalled(self) -> None:
         # once around: a file without space waits for the next completed send
         for _ in range(len(self.stalled)):
-            if self.in_flight >= self._options.write_flight_bytes:
+            if self.in_flight >= self._flight_max:
                 break
             self.pump(self.stalled.popitem(last=False)[1])
+
+    def _hold(self, written: DirtyFile, count: int) -> None:
+        written.held += count
+        self.held += count
+        if count < 0 and self.room_waiters:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        waiting, self.room_waiters = self.room_waiters, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    def _clip(self, written: DirtyFile, size: int) -> None:
+        """Drop the dirty bytes behind `size`."""
+        freed = 0
+        for unit, segments in list(written.dirty.items()):
+            kept = []
+            for segment in segments:
+                if self.keeping is not None and segment.end > size:
+                    self.keeping.clip(segment, size)
+                if segment.start >= size:
+                    freed += segment.end - segment.start
+                    continue
+                if segment.end > size:
+                    freed += segment.end - size
+                    del segment.bytes()[size - segment.start :]
+                    segment.end = size
+                kept.append(segment)
+            if kept:
+                written.dirty[unit] = kept
+            else:
+                del written.dirty[unit]
+        written.find_end()
+        self._hold(written, -freed)
+        if freed:
+            self._wake_waiters(written)
+
+    def _give_up(self, written: DirtyFile, place: int) -> None:
+        """Give up all appended bytes from `place` on, because some cannot be stored or accepted."""
+        appended = written.appended
+        if appended.broken is not None:
+            place = min(place, appended.broken)
+        appended.broken = place
+        self._clip(written, place)
+        written.ahead = tuple([(number, min(end, place)) for number, end in written.ahead])
+        written.find_end()
+
+    def take_error(self, written: DirtyFile) -> NvpoolError:
+        """Return the kept error and forget it; the caller raises the error to an application."""
+        error, written.error = written.error, None
+        self._note(written)
+        return error
 
     def _note(self, written: DirtyFile) -> None:
         if written.entry >= 0:
             self.keeping.note(written)
 
-    @staticmethod
-    def _wake_waiters(written: DirtyFile) -> None:
+    def _wake_waiters(self, written: DirtyFile) -> None:
         """Wake the callers that wait for extents to end: one was stored, dropped or truncated."""
-        if written.flushing is not None:
-            written.flushing.look()
+        flushing: CloseFlush | None = written.flushing
+        if flushing is not None:
+            flushing.look()
         if written.changed is not None and not written.changed.done():
             written.changed.set_result(None)
 
     # -- reports to the service ----------------------------------------------------------------------------------------
 
-    @staticmethod
-    def take_report(written: DirtyFile) -> SizeReport:
+    def take_report(self, written: DirtyFile) -> SizeReport:
         """Return the data to report now. From here on it counts as reported; `report_failed` reverses that."""
-        sizes = SizeReport(
-            written.stored_end, written.stored_bytes, written.wrote, written.file.cut, withdrawn(written)
-        )
+        sizes = SizeReport.__new__(SizeReport)
+        sizes.end, sizes.stored, sizes.wrote = written.stored_end, written.stored_bytes, written.wrote
+        sizes.cut = written.file.cut
+        sizes.withdrawn = withdrawn(written) if written.appended is not None else 0
         written.wrote = False
         written.stored_bytes = 0
         return sizes
@@ -324,30 +408,22 @@ class WriteSender:
             written.stored_bytes += sizes.stored
 
     def begin_flush(
-        self, file: OpenInode, on_end: OnEnd, otherwise: Callable[[], Coroutine], plain: Any = None
+        self, file: OpenInode, on_end: OnEnd, otherwise: Callable[[], Coroutine]
     ) -> CloseFlush | bool | None:
-        """As FileData.begin_flush. `otherwise` makes the coroutine of the slow path.
-
-        `plain`: the compiled fast path of client/write/fast_writes, which makes the CloseFlush; None without it.
-        """
-        written = file.written
+        """As HandleWrites.begin_flush. `otherwise` makes the coroutine of the slow path."""
+        written: DirtyFile = file.written
         if (
             written.flushing is not None
             or written.paused
             or written.error is not None
             or written.reporting.taken
-            or written.is_broken
+            or (written.appended is not None and written.is_broken)
         ):
             return None
-        flush = (
-            plain.flush(written, self.last_number, on_end, otherwise)
-            if plain is not None
-            else CloseFlush(self, written, self.last_number, on_end, otherwise)
-        )
+        flush = CloseFlush(self, written, self.last_number, on_end, otherwise)
         if written.dirty or written.sending:
-            for segment in written.segments():
-                segment.due = True
             if written.dirty:
+                self.mark_all_due(written)
                 self.pump(written)
             written.flushing = flush
         elif not written.wrote and not written.stored_end:
@@ -360,7 +436,8 @@ class WriteSender:
 class CloseFlush:
     """A close(2) in progress: waits for extents up to `number`, then for their report.
 
-    `on_end(None, error)` is called once, before the client updates its state.
+    `on_end(None, error)` is called once, before the client updates its state. The object is the `on_end` of its
+    report.
     """
 
     __slots__ = (
@@ -383,11 +460,11 @@ class CloseFlush:
         on_end: OnEnd,
         otherwise: Callable[[], Coroutine],
     ) -> None:
-        self.on_end = on_end
+        self.on_end: OnEnd | None = on_end
         self._writer = writer
         self._written = written
         self._number = number
-        self._otherwise = otherwise
+        self._otherwise: Callable[[], Coroutine] | None = otherwise
         self._sizes: SizeReport | None = None
         self.submitted_report: SubmittedChange | None = None
         self._task: asyncio.Task | None = None
@@ -395,28 +472,34 @@ class CloseFlush:
 
     def look(self) -> None:
         """Check for completion; called when an extent has ended."""
-        written, number = self._written, self._number
-        if written.sending or written.dirty:
-            for segment in written.segments():
-                if segment.number <= number:
-                    return
+        written = self._written
+        if self._waits_for(written.sending) or self._waits_for(written.dirty):
+            return
         written.flushing = None
         if not self.report():
             self._do_otherwise()
+
+    def _waits_for(self, units: dict[int, list[DirtyExtent]]) -> bool:
+        if units:
+            for segments in units.values():
+                for segment in segments:
+                    if segment.number <= self._number:
+                        return True
+        return False
 
     def report(self) -> bool:
         """Submit the report; return whether it was submitted. False: there was no side effect."""
         writer, written = self._writer, self._written
         if (
             written.error is not None
-            or written.is_broken
+            or (written.appended is not None and written.is_broken)
             or written.paused
             or not (written.wrote or written.stored_end)
             or not written.reporting.take()
         ):
             return False
         sizes = writer.take_report(written)
-        report = writer.begin_report(written.file, sizes.end, sizes.stored, sizes.wrote, self._reported)
+        report = writer.begin_report(written.file, sizes.end, sizes.stored, sizes.wrote, self)
         if report is None:
             written.wrote, written.stored_bytes = sizes.wrote, sizes.stored
             written.reporting.release()
@@ -424,7 +507,8 @@ class CloseFlush:
         self._sizes, self.submitted_report = sizes, report
         return True
 
-    def _reported(self, _, error: BaseException | None) -> None:
+    def __call__(self, _: Any, error: BaseException | None) -> None:
+        """Handle the end of the report."""
         writer, written, sizes = self._writer, self._written, self._sizes
         self.submitted_report = None
         if error is None:
@@ -463,7 +547,9 @@ class CloseFlush:
 
     def _end(self, error: BaseException | None) -> None:
         self._ended = True
-        self.on_end(None, error)
+        on_end = self.on_end
+        self.on_end = self._otherwise = None  # they refer to this object: so it goes without the collector
+        on_end(None, error)
 
 
 def withdrawn(written: DirtyFile) -> int:

@@ -11,15 +11,17 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from nvpool.client.rpc.change_fast_path import OnEnd, SubmittedChange
+from nvpool.client.rpc.change_fast_path import ChangeSubmitter, OnEnd, SubmittedChange
 from nvpool.client.rpc.meta_client import MetaClient
 from nvpool.client.state.metadata_cache import MetadataCache, OpenInode
 from nvpool.client.state.vfs_types import FrontEndCallbacks
 from nvpool.client.write.quota_reservations import QuotaReservations
 from nvpool.client.write.writeback import Writer
 from nvpool.core.errors import NotFound
-from nvpool.rpc.messages.meta_messages import Attr
+from nvpool.rpc.messages.meta_messages import Attr, ReportRequest
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
+
+_METHOD, _REPLY = wire_pb2.META_REPORT, meta_pb2.AttrReply
 
 
 class WriteReports:
@@ -27,6 +29,7 @@ class WriteReports:
 
     def __init__(self, meta: MetaClient, cache: MetadataCache, callbacks: FrontEndCallbacks) -> None:
         self._meta = meta
+        self._submitter: ChangeSubmitter = meta.submitter
         self._cache = cache
         self._callbacks = callbacks
 
@@ -59,25 +62,23 @@ class WriteReports:
 
         `on_end(None, error)` is called before the attributes of the reply are cached.
         """
-        return self._meta.begin(
-            file.inode,
-            wire_pb2.META_REPORT,
-            self.report_request(file, file.cut, end, stored, wrote),
-            meta_pb2.AttrReply,
-            partial(self.begun_reported, file, wrote, on_end),
-            file=file,
+        request = ReportRequest.__new__(ReportRequest)
+        request.clear()
+        request.inode, request.cut, request.end, request.wrote = file.inode, file.cut, end, wrote
+        request.blocks_delta = stored + 511 >> 9
+        return self._submitter.begin(
+            request.inode,
+            _METHOD,
+            request,
+            _REPLY,
+            partial(self._begun_reported, file, wrote, on_end),
+            0,
+            0,
+            file,
+            0,
         )
 
-    @staticmethod
-    def report_request(
-        file: OpenInode, cut: int, end: int, stored: int, wrote: bool
-    ) -> meta_pb2.ReportRequest:
-        """The request of a report that neither syncs nor withdraws an append."""
-        return meta_pb2.ReportRequest(
-            inode=file.inode, cut=cut, end=end, wrote=wrote, blocks_delta=(stored + 511) // 512
-        )
-
-    def begun_reported(
+    def _begun_reported(
         self,
         file: OpenInode,
         wrote: bool,

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from nvpool.client.data.unstable_writes import Stored, UnstableWrites
-from nvpool.client.data.write_fast_path import SubmittedWrite
+from nvpool.client.data.unstable_writes import Stored
 from nvpool.client.rpc.slot_journal import asking
 from nvpool.client.state.client_events import ClientEvents
 from nvpool.client.state.dirty_file import DirtyExtent, DirtyFile, Record, copies, kept
@@ -41,6 +39,7 @@ _LAST = 1 << 62
 """Greater than the number of any extent."""
 _TAIL_BYTES = 256 * KIB
 """Small writes grow one buffer up to this size: growing larger buffers would copy too much."""
+_BLOCK, _TAIL = BLOCK_BYTES, _TAIL_BYTES
 
 
 class Writer(WriteSender):
@@ -62,25 +61,10 @@ class Writer(WriteSender):
         begin_report: BeginReport = lambda *_: None,
         keeping: CrashJournal | None = None,
     ):
-        self._chunks = chunks
-        self._options = options
-        self._clock = clock
-        self._refresh = refresh
+        super().__init__(chunks, options, clock, refresh, begin_report, keeping, self._was_lost)
         self._report = report
-        self.begin_report = begin_report
-        self.keeping = keeping
+        self._held_max = options.write_buffer_bytes
         self.files: dict[int, DirtyFile] = {}
-        self.held = 0
-        self.in_flight = 0
-        self.last_number = 0
-        self.room_waiters: list[asyncio.Future] = []
-        # files that wait for space in flight, in order
-        self.stalled: OrderedDict[int, DirtyFile] = OrderedDict()
-        self._tasks: set[asyncio.Task] = set()
-        self.begun: set[SubmittedWrite] = set()
-        self.unstable = UnstableWrites(
-            chunks, keeping.note_unstable if keeping is not None else lambda there_is: None, self._was_lost
-        )
         events.file_truncated.append(self.was_cut)
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -115,7 +99,7 @@ class Writer(WriteSender):
         return True
 
     def _has_room(self, length: int) -> bool:
-        if self.held + length > self._options.write_buffer_bytes and self.held:
+        if self.held and self.held + length > self._held_max:
             return False
         return self.keeping is None or self.keeping.has_room(length)
 
@@ -187,7 +171,7 @@ class Writer(WriteSender):
         length = len(data)
         if not length:
             return
-        now_s = self._clock.boottime_s()
+        now_s = self._now_s()
         if not written.wrote:
             written.wrote = True
             written.wrote_s = now_s
@@ -198,15 +182,12 @@ class Writer(WriteSender):
         # The first bytes of a file are sent while the application is still busy with its next call: most
         # files are small and are closed immediately after. A longer file costs one more message. Less than a
         # block would have to be merged.
-        begins = (
-            not offset
-            and BLOCK_BYTES <= length <= _TAIL_BYTES
-            and not written.begun
-            and not written.file.attr.size
-        )
+        begins = not offset and _BLOCK <= length <= _TAIL and not written.begun and not written.file.attr.size
         written.begun = True
-        if begins and not (
-            written.dirty or written.sending or written.paused or self.in_flight or end > 1 << bits
+        if (
+            begins
+            and not (written.dirty or written.sending or written.paused or self.stalled or end > 1 << bits)
+            and self._has_flight_room(length)
         ):
             self._begin_with(written, end, data, now_s, unique)
             return
@@ -234,17 +215,20 @@ class Writer(WriteSender):
     def _begin_with(self, written: DirtyFile, end: int, data, now_s: float, unique: int) -> None:
         """Send the first bytes of a new file, in one unit, as `_put` and `pump` would.
 
-        The caller has made sure that nothing is in flight.
+        The caller has made sure that they may be sent.
         """
-        record = None
+        segment = DirtyExtent.__new__(DirtyExtent)
         if self.keeping is not None:
             record, data = self.keeping.keep(written, 0, data, unique, True)
+            segment.records = [record]
+            segment.parts = [data]  # the journal's memory: an extent in flight does not grow
+        else:
+            segment.records = []
+            segment.parts = [kept(data)]
         self._hold(written, end)
         self.last_number += 1
-        segment = DirtyExtent(0, end, [kept(data, record is not None)], self.last_number, now_s)
-        segment.due = True
-        if record is not None:
-            segment.records.append(record)
+        segment.start, segment.end, segment.number = 0, end, self.last_number
+        segment.born_s, segment.due = now_s, True
         self._set_out(written, 0, segment)
 
     def _put_unit(
@@ -291,8 +275,8 @@ class Writer(WriteSender):
             segment = touched[0]
             segment.bytes()[start - segment.start : end - segment.start] = data
             return segment
-        first = min([start, *[s.start for s in touched]])
-        last = max([end, *[s.end for s in touched]])
+        first = min(start, min([s.start for s in touched], default=start))
+        last = max(end, max([s.end for s in touched], default=end))
         whole = bytearray(last - first)
         for old in touched:
             whole[old.start - first : old.end - first] = old.bytes()
@@ -302,8 +286,8 @@ class Writer(WriteSender):
             first,
             last,
             [whole],
-            min([self.last_number, *[s.number for s in touched]]),
-            min([now_s, *[s.born_s for s in touched]]),
+            min(self.last_number, min([s.number for s in touched], default=self.last_number)),
+            min(now_s, min([s.born_s for s in touched], default=now_s)),
         )
         segment.due = any(s.due for s in touched)
         segment.records = sorted(record for s in touched for record in s.records)
@@ -311,18 +295,6 @@ class Writer(WriteSender):
         rest = [s for s in segments if s not in touched]
         segments[:] = sorted([*rest, segment], key=lambda s: s.start)
         return segment
-
-    def _hold(self, written: DirtyFile, count: int) -> None:
-        written.held += count
-        self.held += count
-        if count < 0:
-            self._make_room()
-
-    def _make_room(self) -> None:
-        waiting, self.room_waiters = self.room_waiters, []
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
 
     async def _wait_for_room(self, length: int) -> None:
         deadline_s = self._clock.boottime_s() + self._options.deadline_s
@@ -394,12 +366,6 @@ class Writer(WriteSender):
                     self.report_succeeded(written, sizes)
                     return
 
-    def take_error(self, written: DirtyFile) -> NvpoolError:
-        """Return the kept error and forget it; the caller raises the error to an application."""
-        error, written.error = written.error, None
-        self._note(written)
-        return error
-
     def raise_error(self, file: OpenInode) -> None:
         """Raise the file's kept error, if there is one, once."""
         if file.written is not None and file.written.error is not None:
@@ -432,7 +398,7 @@ class Writer(WriteSender):
         self._clip(written, size)
         await self.pause(file)
         written.stored_end = min(written.stored_end, size)
-        written.ahead = tuple((number, min(end, size)) for number, end in written.ahead)
+        written.ahead = tuple([(number, min(end, size)) for number, end in written.ahead])
         if written.appended is not None:
             written.appended.close()  # the truncation closes it: the rest of it lies before the file's end
         written.find_end()
@@ -458,30 +424,6 @@ class Writer(WriteSender):
         if written is not None and written.paused:
             written.paused -= 1
             self.pump(written)
-
-    def _clip(self, written: DirtyFile, size: int) -> None:
-        freed = 0
-        for unit, segments in list(written.dirty.items()):
-            kept = []
-            for segment in segments:
-                if self.keeping is not None and segment.end > size:
-                    self.keeping.clip(segment, size)
-                if segment.start >= size:
-                    freed += segment.end - segment.start
-                    continue
-                if segment.end > size:
-                    freed += segment.end - size
-                    del segment.bytes()[size - segment.start :]
-                    segment.end = size
-                kept.append(segment)
-            if kept:
-                written.dirty[unit] = kept
-            else:
-                del written.dirty[unit]
-        written.find_end()
-        self._hold(written, -freed)
-        if freed:
-            self._wake_waiters(written)
 
     def was_cut(self, file: OpenInode) -> None:
         """Adjust the local bytes after a truncation of the file, by this client or by others.
@@ -510,16 +452,6 @@ class Writer(WriteSender):
         if written.appended is None:
             written.appended = AppendReservation()
         return written.appended
-
-    def _give_up(self, written: DirtyFile, place: int) -> None:
-        """Give up all appended bytes from `place` on, because some cannot be stored or accepted."""
-        appended = written.appended
-        if appended.broken is not None:
-            place = min(place, appended.broken)
-        appended.broken = place
-        self._clip(written, place)
-        written.ahead = tuple((number, min(end, place)) for number, end in written.ahead)
-        written.find_end()
 
     def withdraw(self, file: OpenInode, place: int, doubtful: bool = False) -> None:
         """Withdraw the reservation of an append from `place` on, because it is not used.

@@ -16,7 +16,6 @@ from nvpool.fuse.fast_path.creates import CreateFastPath
 from nvpool.fuse.fast_path.read_fallback import ReadFallback
 from nvpool.fuse.fast_path.read_plan import ReadFastPath
 from nvpool.fuse.fast_path.small_files import SmallFileReadPath
-from nvpool.fuse.fast_path.small_writes import WriteFastPath
 from nvpool.fuse.ops.operations import FuseOps
 from nvpool.fuse.pending_requests import PendingRequests
 from nvpool.fuse.protocol.constants import Op
@@ -46,7 +45,6 @@ class FastPaths:
         self.small_files = SmallFileReadPath(requests, ops, replies, fallback, some_ended)
         self.reads = ReadFastPath(requests, ops, replies, fallback, some_ended, take_requests)
         self.cached_replies = CachedReplyPath(requests, ops, replies, broken)
-        self.writes = WriteFastPath(requests, ops, replies, pending, slow)
         self.creates = CreateFastPath(requests, ops, replies, pending, take_requests, slow)
         self._reads = self.small_files, self.reads
         self._takers: tuple[Callable[[int], bool], ...] = ()
@@ -58,7 +56,6 @@ class FastPaths:
         self.small_files.start()
         self._takers = self.takers()
         self.cached_replies.start(self._takers)
-        self.writes.start()
         self.creates.start()
 
     def takers(self) -> tuple[Callable[[int], bool], ...]:
@@ -68,8 +65,6 @@ class FastPaths:
     def put_in(self, table: list[Callable[[int], None]]) -> None:
         """Replace the handlers in `table` of the operations that a path may take."""
         table[Op.READ] = self.on_read
-        table[Op.WRITE] = self.writes.on_write
-        table[Op.FLUSH] = self.writes.on_flush
         table[Op.CREATE] = self.creates.on_create
 
     def on_read(self, count: int) -> None:

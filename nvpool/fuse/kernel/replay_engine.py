@@ -39,12 +39,12 @@ _INTERRUPT_BIT = 1
 class FirstNumberReplies(ReplySender):
     """Replies under the kernel's own numbers: the kernel does not know that requests were repeated."""
 
-    def send(self, head: bytes, *more) -> None:
+    def send(self, head: bytes, payload: bytes | memoryview | None = None) -> None:
         """Send a reply under the number that the kernel knows."""
         length, error, unique = replies.HEADER.unpack_from(head)
         if unique > FIRST:
             head = replies.HEADER.pack(length, error, unique & FIRST) + head[replies.HEADER_BYTES :]
-        super().send(head, *more)
+        super().send(head, payload)
 
 
 class LoggedRequests(PendingRequests):

@@ -88,7 +88,7 @@ class SubmittedFlush(PendingChange):
     __slots__ = ("_on_failed", "_inode")
 
     def __init__(self, changes: ChangeCount, on_failed: Callable[[int], None], inode: int) -> None:
-        super().__init__(changes)
+        PendingChange.__init__(self, changes)
         self._on_failed = on_failed
         self._inode = inode
 

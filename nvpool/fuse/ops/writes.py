@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from nvpool.client.state.vfs_types import Caller, FileHandle
+from nvpool.client.state.vfs_types import Caller
 from nvpool.core.errors import InvalidRequest, QuotaExceeded
 from nvpool.fuse.ops.inline_completions import SubmittedFlush
 from nvpool.fuse.ops.kernel_cache.options import ChangeCount, FuseOptions
@@ -21,6 +21,17 @@ from nvpool.fuse.ops.kernel_cache.pages import CachedPages
 from nvpool.fuse.ops.open_files import OpenFiles
 from nvpool.fuse.ops.setid import SET_IDS, Privileges
 from nvpool.rpc.api import Buffer
+
+
+@contextlib.contextmanager
+def _changing(changes: ChangeCount, failed: Callable[[int], None], inode: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        failed(inode)
+        raise
+    finally:
+        changes.count += 1
 
 
 class FileWrites:
@@ -75,16 +86,6 @@ class FileWrites:
         if self._options.writeback:
             self._bypass.refuse(inode)
 
-    @contextlib.contextmanager
-    def _changing(self, file: FileHandle) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.failed(file.inode)
-            raise
-        finally:
-            self._changes.count += 1
-
     def syncs_itself(self, handle: int) -> bool:
         """Whether O_SYNC and O_DSYNC must be carried out here.
 
@@ -117,7 +118,7 @@ class FileWrites:
             await self._privileges.drop_set_ids(file, drop_set_ids)
         flags = file.flags if flags is None else self._options.flags_below(flags)
         direct = handle in self._appending or bool(flags & os.O_DIRECT)
-        with self._changing(file):
+        with _changing(self._changes, self.failed, file.inode):
             if flags & os.O_APPEND:
                 place, taken = (
                     await self._privileges.append(file, buffer, self._appending.get(handle)),
@@ -161,13 +162,13 @@ class FileWrites:
         Raises the error of an earlier write if there was one. The record locks of `owner` on the file end.
         """
         file = self._files[handle]
-        with self._changing(file):
+        with _changing(self._changes, self.failed, file.inode):
             await self._vfs.flush(file, owner)
 
     async def fsync(self, handle: int, datasync: bool) -> None:
         """Make the written data durable, and unless `datasync` the attributes too."""
         file = self._files[handle]
-        with self._changing(file):
+        with _changing(self._changes, self.failed, file.inode):
             await self._vfs.fsync(file, datasync)
 
     async def fallocate(self, handle: int, offset: int, length: int, mode: int, caller: Caller) -> None:

@@ -251,6 +251,8 @@ _WRITE_WHOLE = struct.Struct(_HEADER + "QQII8xI4x")
 _GETATTR_WHOLE = struct.Struct(_HEADER + "I4xQ")
 _OPEN_WHOLE = struct.Struct(_HEADER + "II")
 _RELEASE_WHOLE = struct.Struct(_HEADER + "QIIQ")
+RELEASE_BYTES = _RELEASE_WHOLE.size
+"""Bytes of a RELEASE, RELEASEDIR or FLUSH."""
 _CREATE_WHOLE = struct.Struct(_HEADER + "IIII")
 _FORGET_WHOLE = struct.Struct(_HEADER + "Q")
 _GETXATTR_WHOLE = struct.Struct(_HEADER + "I4x")

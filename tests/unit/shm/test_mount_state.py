@@ -34,8 +34,8 @@ def test_layout_matches_the_format(descriptor):
     memory.slot_records.keep(number, 2, 5, 33, 0x99)
     memory.handles.put(memory.handles.take(), 10, 2, 3, 4, 5, 6, 1 << 20)
     memory.locks.put(memory.locks.take(), 1, 2, 3, 1)
-    memory.files.put(memory.files.take(), 1, 2, 3, 4, 0, 10)
-    memory.keep_write(10, 4096, b"payload", 0x77, True, 1)
+    memory.file_records.keep(memory.files.take(), 1, 2, 3, 4, 0, 10)
+    memory.write_records.keep(10, 4096, b"payload", 0x77, True, 1)
 
     def at(place, count):
         return os.pread(descriptor, count, place)
@@ -60,10 +60,10 @@ def test_successor_finds_valid_records_only(descriptor):
     memory.slot_records.keep(number, 3, 9, 40, 1234)
     memory.slot_records.keep(number, 4, 9, 40, 1235)
     memory.slot_records.clear(number, 4)
-    index, _ = memory.keep_write(10, 0, bytes(range(200)), 1, True, 1)
-    gone, _ = memory.keep_write(10, 300, b"stored", 2, True, 2)
-    memory.drop_write(gone)
-    memory.shorten_write(index, 50)
+    index, _ = memory.write_records.keep(10, 0, bytes(range(200)), 1, True, 1)
+    gone, _ = memory.write_records.keep(10, 300, b"stored", 2, True, 2)
+    memory.write_records.drop(gone)
+    memory.write_records.shorten(index, 50)
     half = memory.writes.take()
     memory.writes.put(half, 10, 500, 0, 3, 10, 21, 0)  # killed before the mark was set
 
@@ -75,25 +75,17 @@ def test_successor_finds_valid_records_only(descriptor):
     assert [record[4] for record in after.writes.all()] == [1, 2, 3], (
         "a recently stored write is known by its request number"
     )
-    other, _ = after.keep_write(11, 0, b"x" * 200, 4, True, 3)
+    other, _ = after.write_records.keep(11, 0, b"x" * 200, 4, True, 3)
     assert after.payloads[place : place + length] == bytes(range(50)) and other not in (index,)
 
 
-def test_write_without_its_mark_is_not_finished(descriptor, monkeypatch):
+def test_write_without_its_mark_is_not_finished(descriptor):
     """The process is killed there: its bytes are lost, and the kernel sends the request again."""
     memory = KeptMemory(descriptor)
-    put = memory.writes.put
-
-    def killed(index, *fields):
-        put(index, *fields[:-1], 0)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(memory.writes, "put", killed)
-    with pytest.raises(KeyboardInterrupt):
-        memory.keep_write(10, 0, bytes(200), 99, True, 1)
+    index = memory.writes.take()
+    memory.writes.put(index, 10, 0, 0, 0, 200, 401, 0)
     assert CrashJournal(KeptMemory(descriptor)).finished() == {}
-    monkeypatch.undo()
-    KeptMemory(descriptor).keep_write(10, 0, bytes(200), 99, True, 1)
+    KeptMemory(descriptor).write_records.keep(10, 0, bytes(200), 99, True, 1)
     assert CrashJournal(KeptMemory(descriptor)).finished() == {99: 200}
 
 
@@ -112,7 +104,7 @@ def test_invalid_bytes_raise_only_nvpool_errors(descriptor):
     memory = KeptMemory(descriptor)
     memory.keep_session(memory.add_shard(), 1, 5, b"s")
     for number in range(20):
-        memory.keep_write(10, number << 12, bytes(4096), number, True, number + 1)
+        memory.write_records.keep(10, number << 12, bytes(4096), number, True, number + 1)
         memory.handles.put(memory.handles.take(), 10, 0, 0, 0, 0, 0, number + 1)
     whole = os.pread(descriptor, 8192, 0)
     shards, handles, _, _, writes, _ = mount_state.places_for(16 * MIB)

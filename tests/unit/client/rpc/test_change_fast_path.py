@@ -13,7 +13,6 @@ from nvpool.client.state.dirty_file import UnfairLock
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.pool_map_cache import FOLLOW_S
 from nvpool.client.state.vfs_types import Caller, DirHandle
-from nvpool.client.write import fast_writes
 from nvpool.core import errors
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import (
@@ -35,14 +34,6 @@ from nvpool.testing.fakes.in_process_pool import InProcessPool
 ME = Caller(5, 6)
 MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 UNIQUE = 1000
-
-
-@pytest.fixture(params=(pytest.param("compiled", marks=pytest.mark.compiled), "ordinary"), autouse=True)
-def way(request, monkeypatch):
-    """First writes and closes of small files by the compiled client/write/fast_writes, and without it."""
-    if request.param == "ordinary":
-        monkeypatch.setattr(fast_writes, "compiled", None)
-    return request.param
 
 
 class Completion:

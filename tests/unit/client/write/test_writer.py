@@ -24,6 +24,8 @@ CHUNK_BITS = 16
 class Stores:
     """Receives writes as the chunk client does; each waits until the test releases it."""
 
+    submitter = None  # each write is sent by a task
+
     def __init__(self) -> None:
         self.content = bytearray()
         self.waiting: list[tuple[int, int, asyncio.Future]] = []
@@ -32,9 +34,6 @@ class Stores:
         self.flushed: list[int] = []
         self.lost: set[tuple[int, int]] = set()
         self.pieces: list[tuple[int, int]] = []
-
-    def way_to_write(self, file, index) -> None:
-        """Every file has a target."""
 
     async def write(self, file, index, offset, length, parts, checksums, deadline_s) -> Stored:
         start = (index << CHUNK_BITS) + offset

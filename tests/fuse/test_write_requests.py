@@ -1,4 +1,4 @@
-"""Writes and closes of small files through the direct engine: the same replies and state on the fast and the slow path."""
+"""Writes and closes of small files through the direct engine: replies to the kernel, and the state of the client."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.write import fast_writes
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import NoSpace, StaleSession, TooManyOpen
-from nvpool.fuse.fast_path import small_writes
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import RESENT, WRITE_KILL_SUIDGID, Op, Valid
 from nvpool.rpc.error_codec import encode_error
@@ -26,11 +24,6 @@ from nvpool.testing.fakes.in_process_pool import InProcessPool
 from tests.fuse.test_kernel_engine import Kernel, sleeping_process
 
 OPTIONS = ClientOptions(deadline_s=20.0, retry_first_s=0.001, short_circuit=False)
-WAYS = (
-    pytest.param("compiled", marks=pytest.mark.compiled),
-    pytest.param("in-the-client", marks=pytest.mark.compiled),
-    "ordinary",
-)
 
 
 class Mounted(Kernel):
@@ -131,19 +124,10 @@ async def mounted():
         os.close(descriptor)
 
 
-def on_all_paths(test):
-    """On the fast path of the engine, on that of the client only, and on the slow path."""
-
-    @pytest.mark.parametrize("way", WAYS)
-    def run(way, monkeypatch):
-        if way != "compiled":
-            monkeypatch.setattr(small_writes, "compiled", None)
-        if way == "ordinary":
-            monkeypatch.setattr(fast_writes, "compiled", None)
-
+def in_loop(test):
+    def run():
         async def whole() -> None:
             async with mounted() as kernel:
-                assert (kernel.engine.fast_paths.writes.compiled is not None) == (way == "compiled")
                 await test(kernel)
 
         asyncio.run(whole())
@@ -152,7 +136,7 @@ def on_all_paths(test):
     return run
 
 
-@on_all_paths
+@in_loop
 async def test_small_file_is_written_closed_and_read(kernel):
     ops, engine = kernel.engine.ops, kernel.engine
     for number, length in enumerate((4096, 5000, 32768, 100, 40_000)):
@@ -179,7 +163,7 @@ async def test_small_file_is_written_closed_and_read(kernel):
     assert sum(times[Op.WRITE].counts) == 10 and sum(times[Op.FLUSH].counts) == 15
 
 
-@on_all_paths
+@in_loop
 async def test_close_waits_for_the_store_without_blocking_others(kernel):
     _, handle = await kernel.new()
     _, other = await kernel.new(b"g")
@@ -196,7 +180,7 @@ async def test_close_waits_for_the_store_without_blocking_others(kernel):
     assert await kernel.read(handle) == content
 
 
-@on_all_paths
+@in_loop
 async def test_dying_caller_is_not_waited_for(kernel):
     _, handle = await kernel.new()
     await kernel.hold_stores()
@@ -213,7 +197,7 @@ async def test_dying_caller_is_not_waited_for(kernel):
     assert await kernel.read(handle) == bytes(4096)
 
 
-@on_all_paths
+@in_loop
 async def test_failed_write_is_reported_by_one_close(kernel):
     inode, handle = await kernel.new()
     await kernel.hold_stores()
@@ -226,23 +210,22 @@ async def test_failed_write_is_reported_by_one_close(kernel):
     await kernel.flush(handle)
 
 
-@on_all_paths
+@in_loop
 async def test_write_without_a_free_record_is_refused(kernel):
     inode, handle = await kernel.new()
 
-    def full() -> int:
-        raise TooManyOpen()
-
-    kernel.kept.files.take, take = full, kernel.kept.files.take
+    files = kernel.kept.files
+    taken = [files.take() for _ in range(files.free)]
     with pytest.raises(OSError) as refused:
         await kernel.write(handle, bytes(4096))
     assert refused.value.errno == TooManyOpen.errno and inode not in kernel.engine.ops.cached_pages.seen
-    kernel.kept.files.take = take
+    for index in taken:
+        files.give_back(index)
     assert await kernel.write(handle, bytes(4096)) == 4096
     await kernel.flush(handle)
 
 
-@on_all_paths
+@in_loop
 async def test_malformed_requests_and_wrong_handles_are_refused(kernel):
     _, handle = await kernel.new(flags=os.O_RDONLY)
     for number in (handle, handle + 1000):
@@ -256,7 +239,7 @@ async def test_malformed_requests_and_wrong_handles_are_refused(kernel):
     await kernel.flush(handle)
 
 
-@on_all_paths
+@in_loop
 async def test_resent_write_is_answered_from_the_mount_state(kernel):
     _, handle = await kernel.new()
     content = os.urandom(4096)
@@ -275,7 +258,7 @@ async def test_resent_write_is_answered_from_the_mount_state(kernel):
     assert await kernel.read(handle) == content
 
 
-@on_all_paths
+@in_loop
 async def test_first_write_clears_set_id_bits(kernel):
     inode, handle = await kernel.new()
     await kernel.request(Op.SETATTR, (Valid.MODE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0o104755, 0, 0), node=inode)
@@ -287,7 +270,7 @@ async def test_first_write_clears_set_id_bits(kernel):
     await kernel.flush(handle)
 
 
-@on_all_paths
+@in_loop
 async def test_close_after_a_write_ends_record_locks(kernel):
     inode, handle = await kernel.new()
     await kernel.request(Op.SETLK, (handle, 77, 0, 10, 1, 5, 0))
@@ -297,7 +280,7 @@ async def test_close_after_a_write_ends_record_locks(kernel):
     assert not kernel.vfs.is_locked(inode)
 
 
-@on_all_paths
+@in_loop
 async def test_many_files_are_written_and_closed_concurrently(kernel):
     made = [await kernel.new(b"%d" % number) for number in range(40)]
     contents = [os.urandom(4096) for _ in made]
@@ -313,7 +296,7 @@ async def test_many_files_are_written_and_closed_concurrently(kernel):
         assert await kernel.read(handle) == content and (await kernel.vfs.getattr(inode)).size == 4096
 
 
-@on_all_paths
+@in_loop
 async def test_refusal_of_an_old_session_keeps_the_new_one(kernel):
     meta = kernel.vfs.meta
     handles = [(await kernel.new(name))[1] for name in (b"a", b"b")]

@@ -1,12 +1,11 @@
 """First writes and closes of small files over frames.
 
-The compiled code and the Python code send the same bytes and keep the same accounting, whatever the replies are.
-tests/unit/client/rpc/test_change_fast_path.py tests the same over any connection."""
+Bytes on the wire, the mount state and all accounting, whatever the replies are. tests/unit/client/rpc/test_change_fast_path.py
+tests writes and closes over any connection."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import random
 import socket
@@ -17,7 +16,6 @@ import pytest
 
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.vfs_types import Caller
-from nvpool.client.write import fast_writes
 from nvpool.client.write.crash_journal import CrashJournal
 from nvpool.core.checksum import piece_checksums
 from nvpool.core.clock import SYSTEM_CLOCK
@@ -33,65 +31,13 @@ from nvpool.shm.mount_state import KeptMemory, Word
 from nvpool.testing.fakes.in_process_pool import InProcessPool
 
 ME = Caller(5, 6)
-packing = fast_writes.compiled
-
-
-# -- messages that are encoded by hand -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.compiled
-def test_compiled_chain_of_first_chunk_equals_the_layout():
-    numbers = random.Random(3)
-    for inode in [0, 1, 2, (1 << 63) - 1, *(numbers.getrandbits(63) for _ in range(2000))]:
-        assert packing.chain(inode) == chain_of(inode, 0)
-
-
-@pytest.mark.compiled
-def test_write_is_encoded_as_by_protobuf():
-    numbers = random.Random(4)
-    for length in (4096, 4097, 8191, 8192, 12345, 32767, 32768):
-        content = numbers.randbytes(length)
-        for target, slot, cut in itertools.product((1, 127, 128, 70000), (0, 1, 63), (0, 5, 1 << 40)):
-            grant, inode, epoch = numbers.randbytes(60), numbers.getrandbits(63), numbers.getrandbits(40) + 1
-            session, sequence = numbers.getrandbits(64) | 1, numbers.getrandbits(50)
-            header = WRITE_ENTRY.pack(inode, cut, sequence, 0, 0, length, 0, 0)
-            assert packing.write_message(
-                epoch, target, grant, inode, cut, sequence, content, session, slot
-            ) == encode_write_request(
-                epoch, target, grant, header, piece_checksums(content, 0), session, slot
-            )
-
-
-@pytest.mark.compiled
-def test_report_is_encoded_as_by_protobuf():
-    numbers = random.Random(5)
-    choices = [0, 1, 127, 128, 16383, 16384, (1 << 32) + 1, (1 << 63) - 1]
-    for _ in range(3000):
-        slot, sequence, cut, end, blocks = (
-            numbers.choice(range(64)),
-            *(numbers.choice(choices) for _ in range(4)),
-        )
-        session, epoch, inode = numbers.getrandbits(64), numbers.getrandbits(48), numbers.getrandbits(63)
-        wrote = numbers.random() < 0.5
-        request = meta_pb2.ReportRequest(inode=inode, cut=cut, end=end, wrote=wrote, blocks_delta=blocks)
-        change = request.change
-        change.session, change.slot, change.sequence, change.map_epoch = session, slot, sequence, epoch
-        change.uid = change.gid = 0
-        assert (
-            packing.report_message(session, slot, sequence, epoch, inode, cut, end, wrote, blocks)
-            == request.SerializeToString()
-        )
-
-
-# -- over frames ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=(pytest.param("compiled", marks=pytest.mark.compiled), "ordinary"), autouse=True)
-def way(request, monkeypatch):
+def frames(request, monkeypatch):
+    """Replies that are taken out of frames by the compiled module, and by the Python module."""
     if request.param == "ordinary":
-        monkeypatch.setattr(fast_writes, "compiled", None)
         monkeypatch.setattr(frame_fast_path, "compiled", None)
-    return request.param
 
 
 class Wire:
@@ -229,7 +175,7 @@ def _decoded(frame: bytes) -> tuple:
 
 
 @pytest.mark.parametrize("length", (4096, 5000, 20000, 32768))
-def test_write_and_report_frames_and_accounting(length, way):
+def test_write_and_report_frames_and_accounting(length):
     async def work(here: Case) -> None:
         content = random.Random(length).randbytes(length)
         handle, wire = await here.begin()
@@ -265,7 +211,6 @@ def test_write_and_report_frames_and_accounting(length, way):
             == length
         )
         assert accounting["begun"] and accounting["sent"] == 1 and accounting["wrote"]
-        assert (type(next(iter(here.vfs.writer.begun))).__name__ == "SentWrite") == (way == "compiled")
         assert accounting["changes"] == before["changes"] and accounting["slots"] == sorted(
             set(before["slots"]) - {slot}
         )
@@ -623,5 +568,84 @@ def test_crash_journal_has_the_written_bytes():
         wire.hold = False
         wire.connection.abandon("lost")
         await here.flush(handle)
+
+    scene(work)
+
+
+@pytest.mark.parametrize("length", (4096, 32768, 100_000, 262_144))
+def test_first_bytes_are_sent_beside_other_bytes_in_flight(length):
+    async def work(here: Case) -> None:
+        other, wire = await here.begin(b"other")
+        handle, _ = await here.begin()
+        wire.hold = True
+        assert here.vfs.write_now(other, 0, bytes(30_000))
+        content = os.urandom(length)
+        assert here.vfs.write_now(handle, 0, content)
+        writer, written = here.vfs.writer, handle.file.written
+        assert len(writer.begun) == 2 and writer.in_flight == 30_000 + length and not written.dirty
+        (segment,) = written.segments()
+        assert type(segment.parts[0]) is memoryview, "the bytes of the journal are not copied once more"
+        wire.hold = False
+        for sent in wire.sent:
+            wire.transport.write(sent)
+        await asyncio.gather(here.flush(other), here.flush(handle))
+        assert bytes(await here.vfs.read(handle, 0, 1 << 20)) == content
+
+    scene(work)
+
+
+def test_bytes_that_wait_for_a_connection_are_no_view_of_the_journal():
+    """The write may be given up and its memory used for another one before the connection sends the bytes."""
+
+    async def work(here: Case) -> None:
+        handle, wire = await here.begin()
+        wire.connection.writable = False
+        content = os.urandom(9000)
+        assert here.vfs.write_now(handle, 0, content)
+        assert not wire.sent and len(wire.connection.waiting) == 1
+        ((_, _, _, place, _, length, _, _),) = here.kept.writes.valid()
+        here.kept.payloads[place : place + length] = bytes(length)
+        wire.connection.writable = True
+        wire.connection.pump()
+        (frame,) = wire.sent
+        assert _decoded(frame)[5] == content
+        here.kept.payloads[place : place + length] = content
+        await here.flush(handle)
+
+    scene(work)
+
+
+def test_repeated_write_has_a_copy_of_the_journal():
+    async def work(here: Case) -> None:
+        handle, wire = await here.begin()
+        wire.hold = True
+        content = os.urandom(9000)
+        assert here.vfs.write_now(handle, 0, content)
+        repeated, write = [], here.vfs.chunks.write
+
+        async def noted(file, index, offset, length, parts, *rest, **named):
+            repeated.extend(parts)
+            return await write(file, index, offset, length, parts, *rest, **named)
+
+        here.vfs.chunks.write = noted
+        wire.connection.abandon("lost")
+        await here.flush(handle)
+        assert [type(part) for part in repeated] == [bytearray] and bytes(repeated[0]) == content
+        assert bytes(await here.vfs.read(handle, 0, 1 << 16)) == content
+
+    scene(work)
+
+
+def test_write_with_a_wrong_number_of_bytes_in_its_reply_is_repeated():
+    async def work(here: Case) -> None:
+        handle, wire = await here.begin()
+        wire.hold = True
+        content = os.urandom(4096)
+        assert here.vfs.write_now(handle, 0, content)
+        flushed = here.flush(handle)
+        wire.hold = False
+        wire.answer(encode_write_reply(1, bytes(32)))
+        await flushed
+        assert len(wire.sent) == 2 and bytes(await here.vfs.read(handle, 0, 8192)) == content
 
     scene(work)
