@@ -67,7 +67,8 @@ cdef class ByteReader:
 cdef class RequestFrames:
     cdef readonly uint32_t method, number, deadline_ms
     cdef readonly Py_ssize_t frame_bytes
-    cdef bytes take(self, bytearray buffer, Py_ssize_t at, Py_ssize_t end, Py_ssize_t message_max)
+    cdef readonly bytes payload
+    cdef bytes take(self, bytearray buffer, Py_ssize_t at, Py_ssize_t end, Py_ssize_t message_max, Py_ssize_t payload_max=*)
 
 
 cdef class RecordMemory:

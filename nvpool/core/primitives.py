@@ -295,13 +295,15 @@ class ByteReader:
 class RequestFrames:
     """Reads the request frames of a receive buffer."""
 
-    __slots__ = ("method", "number", "deadline_ms", "frame_bytes")
+    __slots__ = ("method", "number", "deadline_ms", "frame_bytes", "payload")
 
-    def take(self, buffer: bytearray, at: int, end: int, message_max: int) -> bytes | None:
+    def take(
+        self, buffer: bytearray, at: int, end: int, message_max: int, payload_max: int = 0
+    ) -> bytes | None:
         """Message of the request frame at `at`; the other fields of its header are attributes then.
 
-        None: the bytes before `end` are no whole and intact request without a payload, or the message is longer
-        than `message_max`. The caller must let the general parser decide about them.
+        None: the bytes before `end` are no whole and intact request, or the message or the payload is longer
+        than its maximum. The caller must let the general parser decide about them.
         """
         if end > len(buffer):
             raise ValueError("frames lie outside of their buffer")
@@ -309,11 +311,13 @@ class RequestFrames:
             return None
         head = bytes(buffer[at : at + HEADER_BYTES])
         count = int.from_bytes(head[16:20], "little")
-        message = bytes(buffer[at + HEADER_BYTES : at + HEADER_BYTES + count])
+        more = int.from_bytes(head[20:24], "little")
+        begin = at + HEADER_BYTES + count
+        message = bytes(buffer[at + HEADER_BYTES : begin])
         if (
             count > message_max
-            or head[20:24] != bytes(4)
-            or end - at - HEADER_BYTES < count
+            or more > payload_max
+            or end - at - HEADER_BYTES < count + more
             or head[:4] != (_MAGIC | _REQUEST << 16).to_bytes(4, "little")
             or head[6:8] != b"\0\0"
             or crc32c(head[:28]) != int.from_bytes(head[28:], "little")
@@ -323,7 +327,8 @@ class RequestFrames:
         self.method = int.from_bytes(head[4:6], "little")
         self.number = int.from_bytes(head[8:12], "little")
         self.deadline_ms = int.from_bytes(head[12:16], "little")
-        self.frame_bytes = HEADER_BYTES + count
+        self.frame_bytes = HEADER_BYTES + count + more
+        self.payload = bytes(buffer[begin : begin + more])
         return message
 
 

@@ -395,18 +395,19 @@ cdef class ByteReader:
 
 
 cdef class RequestFrames:
-    cdef bytes take(self, bytearray buffer, Py_ssize_t at, Py_ssize_t end, Py_ssize_t message_max):
+    cdef bytes take(self, bytearray buffer, Py_ssize_t at, Py_ssize_t end, Py_ssize_t message_max, Py_ssize_t payload_max=0):
         if end > PyByteArray_GET_SIZE(buffer):
             raise ValueError("frames lie outside of their buffer")
         cdef const uint8_t *frame = <const uint8_t *>PyByteArray_AS_STRING(buffer) + at
         if end - at < HEADER_BYTES:
             return None
-        cdef Py_ssize_t count = get32(frame + 16)
-        if (count > message_max or get32(frame + 20) or end - at - HEADER_BYTES < count or not is_head(frame, REQUEST)
+        cdef Py_ssize_t count = get32(frame + 16), more = get32(frame + 20)
+        if (count > message_max or more > payload_max or end - at - HEADER_BYTES < count + more or not is_head(frame, REQUEST)
                 or crc_of(frame + HEADER_BYTES, count) != get32(frame + 24)):
             return None
         self.method, self.number, self.deadline_ms = get16(frame + 4), get32(frame + 8), get32(frame + 12)
-        self.frame_bytes = HEADER_BYTES + count
+        self.frame_bytes = HEADER_BYTES + count + more
+        self.payload = PyBytes_FromStringAndSize(<const char *>frame + HEADER_BYTES + count, more) if more else b""
         return PyBytes_FromStringAndSize(<const char *>frame + HEADER_BYTES, count)
 
 

@@ -415,6 +415,9 @@ class ServerConnection:
         """Implementation of Call.room for that request."""
         return None
 
+    def _stop_reading(self) -> None:
+        """Called when the connection must not be read until `_room`."""
+
     def _room(self) -> None:
         """Called when the connection may be read again."""
 
@@ -444,8 +447,9 @@ class ServerConnection:
         self._work_bytes += call.byte_count
         if call.byte_count > LARGE_BYTES and self.share is not None:
             self.share.arrived(call.byte_count)
-        if self._work_bytes > WORK_BYTES_MAX:
+        if self._work_bytes > WORK_BYTES_MAX and not self._overfull:
             self._overfull = True
+            self._stop_reading()
 
     def finish(
         self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int

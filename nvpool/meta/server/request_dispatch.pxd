@@ -8,28 +8,9 @@ from nvpool.core cimport primitives
 from nvpool.core.primitives cimport RequestFrames
 from nvpool.meta.requests.change_handlers cimport ChangeRoute
 from nvpool.rpc.stats cimport ReplyStats
+from nvpool.rpc.transports.frame_call cimport FrameCall
 
-cdef Py_ssize_t _MESSAGE_MAX, _OUT_BYTES_MAX, _IN_FLIGHT_MAX, _REPLY_MAX
-
-
-cdef class FrameCall:
-    cdef readonly object payload
-    cdef public object method, message, peer
-    cdef public double since_s, deadline_s
-    cdef public bint cancelled
-    cdef bint _is_system
-    cpdef begin(self, method, bytes message, side, uint32_t number, double now_s, double deadline_s, list out, ReplyStats replies,
-                bint is_system)
-    cdef public Py_ssize_t payload_bytes, byte_count
-    cdef object _side, _callback
-    cdef ReplyStats _replies
-    cdef uint32_t _number
-    cdef list _out
-    cpdef reply(self, message=*, payload=*)
-    cpdef fail(self, error)
-    @cython.locals(out=list, took_s=double, replies=ReplyStats)
-    cdef _end(self, uint32_t status, bytes message, payload)
-    cpdef keep(self)
+cdef Py_ssize_t _MESSAGE_MAX, _OUT_BYTES_MAX, _IN_FLIGHT_MAX
 
 
 cdef class RequestDispatch:

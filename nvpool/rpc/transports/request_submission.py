@@ -1,6 +1,6 @@
 """Submission of a request in one step: its entry in the connection's table, and its frame.
 
-For callers that send thousands of small requests a second, without a task: writes and changes of a client. A
+For callers that send thousands of small requests a second, without a task: a client's writes and changes, a store's offers. A
 connection that carries frames over TCP or a unix socket and has room gets the frame directly. Every other
 connection gets the request by its `submit`; both send the same bytes.
 """

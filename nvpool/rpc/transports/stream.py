@@ -336,7 +336,7 @@ class StreamServed(ServerConnection, asyncio.BufferedProtocol):
     ) -> None:
         if kind == REQUEST and self.greeted:
             self.arrived(number, code, deadline_ms, message, payload)
-            if self._overfull or (self.share is not None and not self.share.takes_turn()):
+            if self.share is not None and not self.share.takes_turn():
                 self.frames.pause_reading()
         elif kind == CANCEL and self.greeted:
             self.cancel_request(number)
@@ -396,6 +396,9 @@ class StreamServed(ServerConnection, asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._writing_paused = False
         self._room()
+
+    def _stop_reading(self) -> None:
+        self.frames.pause_reading()
 
     def _room(self) -> None:
         if self.may_read and (self.share is None or not self.share.queued):

@@ -1,0 +1,2 @@
+# cython: language_level=3
+"""multiplexer.py is compiled without C types: its functions run for every request."""
