@@ -26,7 +26,8 @@ from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.store.chunks.api import StoreOptions, create_chunk_store
 from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.read_batch import READ
-from nvpool.store.server.service import WRITE, StoreService
+from nvpool.store.server.service import StoreService
+from nvpool.store.server.writes import WRITE
 from nvpool.testing.fakes.meta_shard import PEER
 
 MIB = 1 << 20

@@ -27,7 +27,7 @@ from nvpool.node.coordination import leadership
 from nvpool.poolmap.chains import protocol as chain_protocol
 from nvpool.poolmap.chains import transitions
 from nvpool.rpc.v1 import meta_pb2
-from nvpool.store.chunks import block_store, chunk_transfer, truncate
+from nvpool.store.chunks import block_store, block_writes, chunk_transfer, truncate
 from nvpool.store.chunks.block_store import BlockChunkStore
 from nvpool.store.chunks.read_batch import BlockBatchReader
 from nvpool.store.chunks.recovery import ReplayCheck
@@ -324,7 +324,7 @@ def test_version_floor_that_mixes_epochs_is_found(monkeypatch):
     for module in (truncate, chunk_transfer):
         monkeypatch.setattr(module, "raised", max)
     monkeypatch.setattr(chain_protocol, "is_above", int.__gt__)
-    for module in (block_store, chain_writes):
+    for module in (block_writes, chain_writes):
         monkeypatch.setattr(
             module,
             "next_version",

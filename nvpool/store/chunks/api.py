@@ -25,7 +25,7 @@ import fcntl
 import os
 import stat
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -47,6 +47,7 @@ from nvpool.core.ids import RequestId
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX, MIB
 from nvpool.poolmap.chains.tables import ChainSet
 from nvpool.security.xts import BlockCipher
+from nvpool.store.chunk_write import ChunkWrite, Placed
 from nvpool.store.disk.bad_blocks import BadBlock
 from nvpool.store.disk.superblock import Superblock, decode_superblock, encode_superblock
 
@@ -120,25 +121,8 @@ class StoreOptions:
 class MustWait(Exception):
     """Raised by `write_now` only, with nothing done: await `until()`, then repeat the call."""
 
-    def __init__(self, until):
+    def __init__(self, until: Callable[[], Awaitable[object]]) -> None:
         self.until = until
-
-
-class Placed:
-    """Staged blocks: on the drive, not yet named by the index; see ChunkStore.place and prepare.
-
-    `sums` are the checksums of those blocks, which were prepared for `version` of the chunk. None means that
-    the blocks fit any version. The blocks are on the drive when `writing` is done.
-    """
-
-    __slots__ = ("transaction", "runs", "sums", "version", "writing")
-
-    def __init__(self, transaction, runs, sums: bytes | None = None, version: int = 0, writing=None):
-        self.transaction = transaction
-        self.runs = runs
-        self.sums = sums
-        self.version = version
-        self.writing = writing
 
 
 class HeldChunk(NamedTuple):
@@ -311,6 +295,53 @@ class ScrubStep(NamedTuple):
     """Problems that this step repaired."""
 
 
+class ChunkWriter(Protocol):
+    """Writes of a chunk store, for the modules that have a ChunkWrite: the service and the chains."""
+
+    def places_first(self, offset: int, length: int) -> bool:
+        """Whether to stage such a write before it is applied: the write is large and covers whole blocks."""
+
+    async def stage(self, write: ChunkWrite) -> Placed:
+        """Stage a write: write its bytes to free blocks, for a later `write_now`.
+
+        The call does not block the event loop. The buffer must stay unchanged until return. The caller passes
+        the result to `write_now` and then, in every case, to `drop_placed`.
+
+        NoSpace, Busy, DriveFailed, Fenced, and ChecksumMismatch in an encrypted volume: nothing was done. The caller may
+        cancel this call.
+        """
+
+    async def prepare(self, write: ChunkWrite) -> Placed:
+        """Prepare a write: do everything that can fail, and start writing the bytes.
+
+        The call merges partial blocks, compares checksums and finds space. A later `write_now` with the
+        result, called when its `writing` is done, does not fail for any of these reasons. Otherwise like
+        `stage`; also raises ChecksumMismatch like `write_now`.
+        """
+
+    def prepare_now(self, write: ChunkWrite) -> Placed:
+        """Prepare a write like `prepare`, without waiting.
+
+        MustWait: nothing was done; call `prepare`. The errors are those of `prepare`.
+        """
+
+    def write_now(self, write: ChunkWrite, epoch: int, version: int, placed: Placed | None = None) -> int:
+        """Apply a write as ChunkStore.write_now. `placed`: the staged or prepared blocks of this write."""
+
+    def drop_placed(self, placed: Placed) -> None:
+        """Free the staged blocks, unless a write has named them."""
+
+    def held(self, inode: int, index: int) -> HeldChunk:
+        """See ChunkStore.held."""
+
+    def changing(self, inode: int, index: int) -> None:
+        """Invalidate location leases of the chunk: the chunk may change soon.
+
+        The change may come first on another target. From now on, clients of this host discard bytes that they
+        read from the leased locations.
+        """
+
+
 class ChunkStore(Protocol):
     def read_now(
         self, reads: bytes, owners: Sequence[int], verify: bool = False, room: BufferSource | None = None
@@ -328,6 +359,8 @@ class ChunkStore(Protocol):
         InvalidRequest: the batch is malformed or asks for more than 32 MiB.
         """
 
+    writer: ChunkWriter
+    """Writes that the caller has as a ChunkWrite."""
     location_leases: LocationLeases | None
     """The issuer of location leases, or None if this store can issue none."""
 
@@ -356,51 +389,6 @@ class ChunkStore(Protocol):
         batch before that call.
         """
 
-    def places_first(self, offset: int, length: int) -> bool:
-        """Whether to stage such a write before it is applied: the write is large and covers whole blocks."""
-
-    async def place(self, inode: int, index: int, offset: int, buffer: memoryview) -> Placed:
-        """Stage a write: write its bytes to free blocks, for a later `write_now`.
-
-        The call does not block the event loop. The buffer must stay unchanged until return. The caller passes
-        the result to `write_now` and then, in every case, to `drop_placed`.
-
-        NoSpace, Busy, DriveFailed, Fenced: nothing was done. The caller may cancel this call.
-        """
-
-    async def prepare(
-        self,
-        inode: int,
-        index: int,
-        offset: int,
-        buffer: memoryview,
-        checksums: bytes,
-        cipher: BlockCipher | None = None,
-    ) -> Placed:
-        """Prepare a write: do everything that can fail, and start writing the bytes.
-
-        The call merges partial blocks, compares checksums and finds space. A later `write_now` with the
-        result, called when its `writing` is done, does not fail for any of these reasons. Otherwise like
-        `place`; also raises ChecksumMismatch like `write_now`.
-        """
-
-    def prepare_now(
-        self,
-        inode: int,
-        index: int,
-        offset: int,
-        buffer: memoryview,
-        checksums: bytes,
-        cipher: BlockCipher | None = None,
-    ) -> Placed:
-        """Prepare a write like `prepare`, without waiting.
-
-        MustWait: nothing was done; call `prepare`. The errors are those of `prepare`.
-        """
-
-    def drop_placed(self, placed: Placed) -> None:
-        """Free the staged blocks, unless a write has named them."""
-
     def held(self, inode: int, index: int) -> HeldChunk:
         """Return the state of a chunk without its bytes.
 
@@ -408,13 +396,6 @@ class ChunkStore(Protocol):
         version floor.
 
         CorruptRecord: the record of the chunk or of the inode cannot be read.
-        """
-
-    def changing(self, inode: int, index: int) -> None:
-        """Invalidate location leases of the chunk: the chunk may change soon.
-
-        The change may come first on another target. From now on, clients of this host discard bytes that they
-        read from the leased locations.
         """
 
     def write_now(
@@ -429,11 +410,10 @@ class ChunkStore(Protocol):
         request: RequestId | None = None,
         epoch: int = 1,
         version: int = 0,
-        placed: Placed | None = None,
         table: int = 0,
         cipher: BlockCipher | None = None,
     ) -> int:
-        """Make `buffer` part of the chunk and return the new version of the chunk.
+        """Make `buffer` part of the chunk and return the new version of the chunk. See ChunkWriter.write_now.
 
         `offset` is in bytes from the start of the chunk and need not be aligned. `checksums` has the packed
         CRC32C of each piece into which block borders divide the buffer.
@@ -443,10 +423,10 @@ class ChunkStore(Protocol):
         already done a later request to this chunk, changes nothing and returns the version of the chunk.
 
         `epoch` is the epoch of the chain. `version` is the version that the head of a chain passes to its
-        successors. `placed` is the result of `place` for this buffer. `table` is the chain table of the
-        inode, stored with the chunk; 0 keeps the current table, and a new chunk gets table 1. `cipher` is the
-        cipher of an encrypted volume, given with each write and truncation of its files: blocks are stored,
-        summed and read in encrypted form, while `buffer` and `checksums` are plain.
+        successors. `table` is the chain table of the inode, stored with the chunk; 0 keeps the current table,
+        and a new chunk gets table 1. `cipher` is the cipher of an encrypted volume, given with each write and
+        truncation of its files: blocks are stored, summed and read in encrypted form, while `buffer` and
+        `checksums` are plain.
 
         MustWait           nothing was done: await its `until()`, then repeat
         StaleCut           the file was truncated since: refresh, then send again the writes that still apply

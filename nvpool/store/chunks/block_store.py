@@ -10,7 +10,7 @@ before this change has done nothing: its places are still free.
 
 Order of durable steps:
 
-    1. data is written before the change that names it is applied                      (write_now, place)
+    1. data is written before the change that names it is applied                      (block_writes.py)
     2. data is synced before the index commits to LMDB a record that names it          (before_checkpoint)
     3. a flush syncs data, then the journal                                            (flush)
     4. freed blocks are allocated again only when the change that freed them and its   (flush,
@@ -32,30 +32,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import (
-    Busy,
     Fenced,
-    InvalidRequest,
     NoSpace,
     NvpoolError,
-    StaleCut,
-    StaleEpoch,
     WrongFormat,
     WrongTarget,
 )
-from nvpool.core.ids import RequestId, is_done
+from nvpool.core.ids import RequestId
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.host.process_identity import boot_id
-from nvpool.kv.api import Effect, Kv
+from nvpool.kv.api import Kv
 from nvpool.kv.engine import LmdbKv, LmdbOptions
-from nvpool.poolmap.chains.protocol import MemberChunkState, next_version
 from nvpool.security.xts import BlockCipher
-from nvpool.store.chunks import copy_range, staged_writes
+from nvpool.store.chunk_write import ChunkWrite
+from nvpool.store.chunks import copy_range
 from nvpool.store.chunks import truncate as store_truncate
 from nvpool.store.chunks.api import (
     BufferSource,
@@ -63,47 +58,33 @@ from nvpool.store.chunks.api import (
     ChunkStore,
     HeldChunk,
     LocatedBlocks,
-    MustWait,
-    Placed,
     ReadBatch,
     ScrubStep,
     StoreOptions,
-    check_table,
     lock_store,
 )
+from nvpool.store.chunks.block_writes import BlockWrites
 from nvpool.store.chunks.chunk_transfer import ChunkTransfer
-from nvpool.store.chunks.index import Chunk, Index
+from nvpool.store.chunks.index import Index
 from nvpool.store.chunks.location_leases import LocationLeases
 from nvpool.store.chunks.partial_writes import Merger
 from nvpool.store.chunks.read_batch import BlockBatchReader, DriveReads, located
 from nvpool.store.chunks.recovery import ReplayCheck, settle_rejected
 from nvpool.store.chunks.scrub_pass import Scrub
 from nvpool.store.disk import write_verifier
-from nvpool.store.disk.allocator import Allocator, SpacePending, Transaction
+from nvpool.store.disk.allocator import Allocator
 from nvpool.store.disk.bad_blocks import BadBlock, Quarantine
 from nvpool.store.disk.device import Device, FileDevice
 from nvpool.store.disk.index_records import (
     FLUSHED_KEY,
     IDENTITY_KEY,
-    SEGMENT_BITS,
-    SEGMENT_BLOCKS,
-    SEGMENT_MASK,
-    Head,
-    IndexSegment,
-    InodeRecord,
-    bad_key,
     encode_flushed,
-    encode_segment,
-    replaced,
-    segment_key,
-    with_request,
 )
 from nvpool.store.disk.reserve_file import SpaceReserve
 from nvpool.store.disk.superblock import Superblock
 
 log = logging.getLogger(__name__)
 
-_WAITS_MAX = 1000
 _HELD_CHANGES_MAX = 50_000
 DISCARD_BLOCKS_MIN = 64
 
@@ -244,6 +225,7 @@ class BlockChunkStore(ChunkTransfer):
         self.quarantine = Quarantine(kv, f"target {self.target} ({self.path})")
         self.reader = BlockBatchReader(self.index, self.device, self.readings, self.quarantine)
         self.merger = Merger(self.index, self.device, self.readings, self.quarantine.note)
+        self.writer = BlockWrites(self)
         settled = settle_rejected(kv, self.allocator, self.location_leases.until(0))
         if settled:
             log.warning(
@@ -297,49 +279,8 @@ class BlockChunkStore(ChunkTransfer):
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def places_first(self, offset: int, length: int) -> bool:
-        return (
-            length >= self.device.direct_write_bytes > 0
-            and not (offset | length) & BLOCK_BYTES - 1
-            and 0 <= offset <= CHUNK_BYTES_MAX - length
-        )
-
-    async def place(self, inode: int, index: int, offset: int, buffer: memoryview) -> Placed:
-        return await staged_writes.place(self, inode, index, offset, buffer)
-
-    async def prepare(
-        self,
-        inode: int,
-        index: int,
-        offset: int,
-        buffer: memoryview,
-        checksums: bytes,
-        cipher: BlockCipher | None = None,
-    ) -> Placed:
-        return await staged_writes.prepare(self, inode, index, offset, buffer, checksums, cipher)
-
-    def prepare_now(
-        self,
-        inode: int,
-        index: int,
-        offset: int,
-        buffer: memoryview,
-        checksums: bytes,
-        cipher: BlockCipher | None = None,
-    ) -> Placed:
-        return staged_writes.prepare_now(self, inode, index, offset, buffer, checksums, cipher)
-
-    def drop_placed(self, placed: Placed) -> None:
-        transaction, placed.transaction = placed.transaction, None
-        if transaction is not None:
-            staged_writes.drop(self, placed, transaction)
-
     def held(self, inode: int, index: int) -> HeldChunk:
-        chunk, record = self.index.chunk(inode, index), self.index.inode(inode)
-        return HeldChunk(chunk.version, record.floor, record.cut, chunk.requests)
-
-    def changing(self, inode: int, index: int) -> None:
-        self.location_leases.changing(inode, (index,))
+        return self.writer.held(inode, index)
 
     def write_now(
         self,
@@ -353,76 +294,22 @@ class BlockChunkStore(ChunkTransfer):
         request: RequestId | None = None,
         epoch: int = 1,
         version: int = 0,
-        placed: Placed | None = None,
         table: int = 0,
         cipher: BlockCipher | None = None,
     ) -> int:
-        if self.fenced_because or self.closed:
-            self._refuse()
-        kv = self.kv
-        if kv.full:
-            raise MustWait(kv.room)
-        length = len(buffer)
-        if not length or offset < 0 or offset + length > CHUNK_BYTES_MAX:
-            raise InvalidRequest(f"a write of {length} bytes at {offset} does not lie in a chunk")
-        check_table(table)
-        chunk = self.index.chunk(inode, index)
-        record = self.index.inode(inode)
-        if request is not None and is_done(chunk.requests, request):
-            return chunk.version
-        if cut < record.cut and not version:
-            raise StaleCut(f"inode {inode} was cut ({record.cut}) after this write began ({cut})")
-        new_version = self.next_version(chunk, record, epoch, version)
-        if placed is None or placed.sums is None:
-            buffers, sums = self.merger.whole_blocks(chunk, offset, buffer, checksums, cipher)
-        elif placed.version == chunk.version and placed.transaction is not None:
-            buffers, sums = [], placed.sums
-        else:  # prepared for an older version of the chunk
-            self.drop_placed(placed)
-            placed = None
-            buffers, sums = self.merger.whole_blocks(chunk, offset, buffer, checksums, cipher)
-        first = offset >> 12
-        count = len(sums) >> 2
-
-        allocator = self.allocator
-        old = self.index.places(chunk, first, count)
-        if placed is not None:
-            transaction, runs = placed.transaction, placed.runs
-            placed.transaction = None
-        else:
-            transaction = Transaction()
-            try:
-                runs = allocator.allocate(transaction, count, grows=0 in old)
-            except SpacePending:
-                raise MustWait(self.make_room) from None
-        try:
-            if placed is None:
-                self.write_runs(runs, buffers)
-            transaction.free_places(old)
-            places = array("Q")
-            for place, blocks in runs:
-                places.extend(range(place, place + blocks))
-            segments = self.segments_at(chunk, first, places, sums)
-            requests = chunk.requests if request is None else with_request(chunk.requests, request)
-            self.apply_segments(
-                transaction,
-                chunk,
-                segments,
-                Head(new_version, max(cut, chunk.cut), requests, table or chunk.table),
-                range(first, first + count),
-            )
-        except BaseException:
-            allocator.drop(transaction)
-            raise
-        self.was_written()
-        return new_version
+        write = ChunkWrite(table, inode, index, offset, buffer, bytes(checksums), cut, request, cipher=cipher)
+        return self.writer.write_now(write, epoch, version)
 
     def note_written(self, byte_count: int) -> None:
         """Count bytes on their way to the drive; the next sync covers them."""
         self.written_bytes += byte_count
 
-    def was_written(self) -> None:
-        """Finish a write: start the checkpoint or the flush that many writes together make necessary."""
+    def was_written(self, byte_count: int = 0) -> None:
+        """Finish a write: start the checkpoint or the flush that many writes together make necessary.
+
+        `byte_count`: bytes that were written in this step and are not noted yet.
+        """
+        self.written_bytes += byte_count
         self.write_count += 1
         if self.written_bytes - self._checkpointed > self.options.replay_bytes_max:
             self._checkpoint_soon()
@@ -444,47 +331,8 @@ class BlockChunkStore(ChunkTransfer):
         table: int = 0,
         cipher: BlockCipher | None = None,
     ) -> int:
-        placed = None
-        if self.places_first(offset, len(buffer)):
-            placed = await (
-                self.place(inode, index, offset, buffer)
-                if cipher is None
-                else self.prepare(inode, index, offset, buffer, checksums, cipher)
-            )
-        try:
-            if placed is not None and placed.writing is not None:
-                await asyncio.shield(placed.writing)
-            for _ in range(_WAITS_MAX):
-                try:
-                    return self.write_now(
-                        inode,
-                        index,
-                        offset,
-                        buffer,
-                        checksums,
-                        cut=cut,
-                        request=request,
-                        epoch=epoch,
-                        version=version,
-                        placed=placed,
-                        table=table,
-                        cipher=cipher,
-                    )
-                except MustWait as wait:
-                    await wait.until()
-            raise Busy("the store did not find room for the write")
-        finally:
-            if placed is not None:
-                self.drop_placed(placed)
-
-    def next_version(self, chunk: Chunk, record: InodeRecord, epoch: int, given: int) -> int:
-        if not given:
-            return next_version(MemberChunkState(chunk.version, record.floor), epoch)
-        if given <= chunk.version:
-            raise StaleEpoch(
-                f"chunk {chunk.index} of inode {chunk.inode} has version {chunk.version} already, not {given}"
-            )
-        return given
+        write = ChunkWrite(table, inode, index, offset, buffer, bytes(checksums), cut, request, cipher=cipher)
+        return await self.writer.write(write, epoch, version)
 
     async def copy(
         self,
@@ -504,97 +352,6 @@ class BlockChunkStore(ChunkTransfer):
         return await copy_range.copy(
             self, source, inode, index, offset, length, cut, request, epoch, given_up, table
         )
-
-    def segments_at(
-        self, chunk: Chunk, first: int, places: array, sums: bytes
-    ) -> list[tuple[int, IndexSegment, int, int]]:
-        """Build the segments of a chunk with new blocks from `first` on.
-
-        The blocks lie at `places` (0: a hole) and have the checksums `sums`. The result is the argument of
-        `apply_segments`; all of these blocks are fresh.
-        """
-        segments: list[tuple[int, IndexSegment, int, int]] = []
-        block, end = first, first + len(places)
-        while block < end:
-            number, within = block >> SEGMENT_BITS, block & SEGMENT_MASK
-            blocks = min(SEGMENT_BLOCKS - within, end - block)
-            at = block - first
-            segment = replaced(
-                self.index.segment(chunk, number),
-                within,
-                places[at : at + blocks],
-                sums[at * 4 : (at + blocks) * 4],
-            )
-            segments.append((number, segment, within, blocks))
-            block += blocks
-        return segments
-
-    def write_runs(self, runs, buffers) -> None:
-        if len(runs) == 1:
-            place, blocks = runs[0]
-            self.device.write(buffers, place << 12)
-        else:
-            whole = memoryview(buffers[0] if len(buffers) == 1 else b"".join(buffers))
-            at = 0
-            for place, blocks in runs:
-                self.device.write([whole[at : at + (blocks << 12)]], place << 12)
-                at += blocks << 12
-        self.written_bytes += sum(map(len, buffers))
-
-    def apply_segments(
-        self,
-        transaction: Transaction,
-        chunk: Chunk,
-        segments: list[tuple[int, IndexSegment, int, int]],
-        head: Head,
-        overwritten: range,
-        *,
-        reclaims: bool = False,
-    ) -> None:
-        """Apply one change: these segments, the head of the chunk, the free map.
-
-        On return the chunk in memory has the new state; if this raises, nothing changed. A segment is
-        (number, its new state, first fresh block, number of fresh blocks).
-        """
-        inode, index = chunk.inode, chunk.index
-        effects: list[Effect] = []
-        if segments[0][0]:
-            segments.insert(0, (0, self.index.segment(chunk, 0), 0, 0))
-        for number, segment, fresh, blocks in segments:
-            key = segment_key(inode, index, number)
-            if number and not segment.disk:
-                effects.append((key, None))
-            else:
-                effects.append((key, encode_segment(segment, None if number else head, fresh, blocks)))
-        healed = self.quarantine.within(inode, range(index, index + 1), overwritten)
-        effects += [(bad_key(*name), None) for name in healed]
-        self.apply(transaction, effects, inode, (index,), reclaims=reclaims)
-        chunk.version, chunk.cut, chunk.requests, chunk.table = head
-        for number, segment, _, _ in segments:
-            self.index.store(chunk, number, segment)
-        self.quarantine.forget(healed)
-
-    def apply(
-        self,
-        transaction: Transaction,
-        effects: list[Effect],
-        inode: int = 0,
-        indexes: Sequence[int] = (),
-        *,
-        reclaims: bool = False,
-    ) -> None:
-        """Apply one kv change: index records of these chunks, and the free map.
-
-        `inode` 0: the inode of the blocks is unknown. If this raises, neither change happened; the caller
-        drops the transaction.
-        """
-        # Before the change: a client that reads the old locations from now on asks again for the locations.
-        self.location_leases.changing(inode, indexes)
-        if transaction.freed:
-            transaction.until = self.location_leases.until(inode)
-        effects += self.allocator.effects(transaction)
-        sequence = self.kv.apply(effects, reclaims=reclaims)
-        self.allocator.commit(transaction, sequence)
 
     # -- making durable ----------------------------------------------------------------------------------------------
 

@@ -309,7 +309,7 @@ class ChunkTransfer:
                 raise
             self.note_written(len(copy.content))
         else:
-            self.write_runs(runs, [copy.content])
+            self.writer.write_runs(runs, [copy.content])
 
     def _name_copy(self, transaction: Transaction, copy: ChunkCopy) -> None:
         gone: dict[bytes, bytes | None] = {}
@@ -340,7 +340,7 @@ class ChunkTransfer:
         record = self._newer_record(copy.known)
         if record is not None:
             effects[inode_key(inode)] = encode_inode(record)
-        self.apply(transaction, list(effects.items()), inode, (index,), reclaims=not copy.version)
+        self.writer.apply(transaction, list(effects.items()), inode, (index,), reclaims=not copy.version)
         self.index.forget(inode, index)
         if record is not None:
             self.index.set_inode(inode, record)
@@ -423,7 +423,7 @@ class ChunkTransfer:
                 continue
             try:
                 if not is_hole:
-                    self.write_runs(runs, [content])
+                    self.writer.write_runs(runs, [content])
                     await self.sync_data()  # else a loss of power could bring the bad block back
                 if (
                     self.index.chunk(inode, index) is not chunk
@@ -435,8 +435,8 @@ class ChunkTransfer:
                     continue
                 transaction.free_places(places)
                 head = Head(now, chunk.cut, chunk.requests, chunk.table)
-                segments = self.segments_at(chunk, block, array("Q", [runs[0][0]]), checksum)
-                self.apply_segments(transaction, chunk, segments, head, range(block, block + 1))
+                segments = self.writer.segments_at(chunk, block, array("Q", [runs[0][0]]), checksum)
+                self.writer.apply_segments(transaction, chunk, segments, head, range(block, block + 1))
             except BaseException:
                 self.allocator.drop(transaction)
                 raise

@@ -14,6 +14,7 @@ from nvpool.core.checksum import ZERO_BLOCK_CHECKSUM
 from nvpool.core.errors import BY_WIRE_CODE, Busy, Cancelled, InvalidRequest, NvpoolError, StaleCut
 from nvpool.core.ids import RequestId, is_done
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
+from nvpool.store.chunk_write import ChunkWrite
 from nvpool.store.chunks.api import ALL_INODES, MustWait, check_table
 from nvpool.store.chunks.block_store_parts import BlockStore
 from nvpool.store.chunks.read_batch import READ, RESULT
@@ -74,7 +75,7 @@ async def copy(
             continue
         try:
             if content:
-                store.write_runs(runs, content)
+                store.writer.write_runs(runs, content)
                 if any(before and not new for new, before in zip(there, old, strict=True)):
                     # After a loss of power, blocks that did not reach the drive are replaced by the previous
                     # blocks, but a hole is not. The copy must be applied completely or not at all, so its
@@ -92,13 +93,13 @@ async def copy(
             transaction.free_places(old)
             new_places = iter([place for run, count in runs for place in range(run, run + count)])
             places = array("Q", [next(new_places) if new else 0 for new in there])
-            new_version = store.next_version(chunk, record, epoch, 0)
+            new_version = store.writer.next_version(chunk, record, epoch, 0)
             requests = chunk.requests if request is None else with_request(chunk.requests, request)
             head = Head(new_version, max(cut, chunk.cut), requests, table or chunk.table)
-            store.apply_segments(
+            store.writer.apply_segments(
                 transaction,
                 chunk,
-                store.segments_at(chunk, first, places, sums),
+                store.writer.segments_at(chunk, first, places, sums),
                 head,
                 range(first, first + len(there)),
             )
@@ -124,32 +125,22 @@ async def _write(
     table: int,
 ) -> int:
     """Write like ChunkStore.write, for a copy without holes."""
-    placed = None
+    write = ChunkWrite(table, inode, index, offset, content, sums, cut, request)
+    writer, placed = store.writer, None
     try:
         for _ in range(_TRIES_MAX):
             if given_up():
                 raise Cancelled("the copy was cancelled, or its deadline has passed")
-            if placed is None and store.places_first(offset, len(content)):
-                placed = await store.place(inode, index, offset, content)
+            if placed is None and writer.places_first(offset, len(content)):
+                placed = await writer.stage(write)
                 continue
             try:
-                return store.write_now(
-                    inode,
-                    index,
-                    offset,
-                    content,
-                    sums,
-                    cut=cut,
-                    request=request,
-                    epoch=epoch,
-                    placed=placed,
-                    table=table,
-                )
+                return writer.write_now(write, epoch, 0, placed)
             except MustWait as wait:
                 await wait.until()
     finally:
         if placed is not None:
-            store.drop_placed(placed)
+            writer.drop_placed(placed)
     raise Busy("the store did not find room for the copy")
 
 

@@ -70,9 +70,13 @@ Before that only the descriptor's mode prevents this.
 """
 
 
+_INODE_FACTOR, _INDEX_FACTOR, _U64_MASK = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xFFFFFFFFFFFFFFFF
+_SLOT_SHIFT, _STAMP_MASK = 64 - SLOT_BITS, 0xFFFFFFFF
+
+
 def slot_of(inode: int, index: int) -> int:
     """Return the counter of a chunk. Several chunks may share a counter."""
-    return (inode * 0x9E3779B97F4A7C15 + index * 0xC2B2AE3D27D4EB4F & 0xFFFFFFFFFFFFFFFF) >> 64 - SLOT_BITS
+    return (inode * _INODE_FACTOR + index * _INDEX_FACTOR & _U64_MASK) >> _SLOT_SHIFT
 
 
 def encode_said(target: int, token: bytes, now_s: float) -> bytes:
@@ -263,10 +267,15 @@ class LocationLeases:
         the change is applied. If the change then fails, the clients only have to ask again.
         """
         if self.life_s:
-            table = self.stamps
             for index in indexes:
-                slot = slot_of(inode, index)
-                table[slot] = table[slot] + 1 & 0xFFFFFFFF
+                self.changing_chunk(inode, index)
+
+    def changing_chunk(self, inode: int, index: int) -> None:
+        """As `changing`, for one chunk."""
+        if self.life_s:
+            slot = slot_of(inode, index)
+            stamp = self.stamps[slot]
+            self.stamps[slot] = stamp + 1 & _STAMP_MASK
 
     def until(self, inode: int) -> float:
         """Return until when clients may read blocks leased so far for the inode.

@@ -29,6 +29,7 @@ from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.poolmap.chains.protocol import MemberChunkState, after_cut, next_version, raised
 from nvpool.poolmap.chains.tables import ChainSet
 from nvpool.security.xts import BlockCipher
+from nvpool.store.chunk_write import ChunkWrite, Placed
 from nvpool.store.chunks.api import (
     ALL_INODES,
     CHUNK_BLOCKS_MAX,
@@ -42,7 +43,6 @@ from nvpool.store.chunks.api import (
     ChunkVersion,
     HeldChunk,
     InodeCut,
-    Placed,
     ReadBatch,
     ScrubStep,
     VersionsStep,
@@ -65,6 +65,50 @@ class _Chunk(NamedTuple):
     table: int = 1
 
 
+class _MemoryWriter:
+    """Implementation of ChunkWriter: nothing is staged, so a prepared write is only checked."""
+
+    def __init__(self, store: MemoryChunkStore) -> None:
+        self._store = store
+
+    def places_first(self, offset: int, length: int) -> bool:
+        return False
+
+    async def stage(self, write: ChunkWrite) -> Placed:
+        raise AssertionError("no write is staged in memory")
+
+    async def prepare(self, write: ChunkWrite) -> Placed:
+        return self.prepare_now(write)
+
+    def prepare_now(self, write: ChunkWrite) -> Placed:
+        self._store.check_write(write)
+        return Placed(None, [])
+
+    def write_now(self, write: ChunkWrite, epoch: int, version: int, placed: Placed | None = None) -> int:
+        return self._store.write_now(
+            write.inode,
+            write.index,
+            write.offset,
+            write.buffer,
+            write.checksums,
+            cut=write.cut,
+            request=write.request,
+            epoch=epoch,
+            version=version,
+            table=write.table,
+            cipher=write.cipher,
+        )
+
+    def drop_placed(self, placed: Placed) -> None:
+        pass
+
+    def held(self, inode: int, index: int) -> HeldChunk:
+        return self._store.held(inode, index)
+
+    def changing(self, inode: int, index: int) -> None:
+        pass
+
+
 class MemoryChunkStore:
     location_leases = None
     on_bad = None
@@ -83,6 +127,7 @@ class MemoryChunkStore:
         self._note = b""
         self.fail_syncs = 0
         self.fail_writes: list[NvpoolError] = []
+        self.writer = _MemoryWriter(self)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -162,7 +207,6 @@ class MemoryChunkStore:
         request: RequestId | None = None,
         epoch: int = 1,
         version: int = 0,
-        placed: Placed | None = None,
         table: int = 0,
         cipher: BlockCipher | None = None,
     ) -> int:
@@ -201,59 +245,32 @@ class MemoryChunkStore:
             self._bad.pop((inode, index, number), None)
         return new_version
 
-    def places_first(self, offset: int, length: int) -> bool:
-        return False
-
-    async def prepare(
-        self,
-        inode: int,
-        index: int,
-        offset: int,
-        buffer: memoryview,
-        checksums: bytes,
-        cipher: BlockCipher | None = None,
-    ) -> Placed:
-        return self.prepare_now(inode, index, offset, buffer, checksums, cipher)
-
-    def prepare_now(
-        self,
-        inode: int,
-        index: int,
-        offset: int,
-        buffer: memoryview,
-        checksums: bytes,
-        cipher: BlockCipher | None = None,
-    ) -> Placed:
-        self._refuse_when_fenced()
-        if not len(buffer) or offset < 0 or offset + len(buffer) > CHUNK_BYTES_MAX:
-            raise InvalidRequest("a write lies in a chunk")
-        if len(checksums) != len(piece_checksums(bytes(len(buffer)), offset)):
-            raise InvalidRequest("the checksums do not fit the write")
-        if piece_checksums(buffer, offset) != bytes(checksums):
-            raise ChecksumMismatch("a written block is not what its writer summed")
-        chunk = self.chunks.get((inode, index)) or _Chunk(0, 0, (), {})
-        blocks = self._merged(inode, index, chunk, offset, bytes(buffer), cipher)
-        added = len(blocks.keys() - chunk.blocks.keys())
-        if (
-            added and self.used_blocks + len(blocks) > self.block_limit
-        ) or self.used_blocks + added > self.block_count:
-            raise NoSpace
-        return Placed(None, None)
-
-    def drop_placed(self, placed) -> None:
-        pass
-
     def held(self, inode: int, index: int) -> HeldChunk:
         self._refuse_when_fenced()
         chunk = self.chunks.get((inode, index)) or _Chunk(0, 0, (), {})
         cut, floor = self._inodes.get(inode, (0, 0))
         return HeldChunk(chunk.version, floor, cut, chunk.requests)
 
-    def changing(self, inode: int, index: int) -> None:
-        pass
-
     async def write(self, *arguments, **named) -> int:
         return self.write_now(*arguments, **named)
+
+    def check_write(self, write: ChunkWrite) -> None:
+        """Raise what `write_now` would raise for the bytes, the checksums, an old block or the space."""
+        self._refuse_when_fenced()
+        offset, buffer = write.offset, write.buffer
+        if not len(buffer) or offset < 0 or offset + len(buffer) > CHUNK_BYTES_MAX:
+            raise InvalidRequest("a write lies in a chunk")
+        if len(write.checksums) != len(piece_checksums(bytes(len(buffer)), offset)):
+            raise InvalidRequest("the checksums do not fit the write")
+        if piece_checksums(buffer, offset) != write.checksums:
+            raise ChecksumMismatch("a written block is not what its writer summed")
+        chunk = self.chunks.get(write.name) or _Chunk(0, 0, (), {})
+        blocks = self._merged(*write.name, chunk, offset, bytes(buffer), write.cipher)
+        added = len(blocks.keys() - chunk.blocks.keys())
+        if (
+            added and self.used_blocks + len(blocks) > self.block_limit
+        ) or self.used_blocks + added > self.block_count:
+            raise NoSpace
 
     @staticmethod
     def _next(version: int, floor: int, epoch: int, given: int = 0) -> int:

@@ -19,7 +19,8 @@ from nvpool.store.chunks.read_batch import DriveReads
 from nvpool.store.disk.device import Device
 from nvpool.store.disk.index_records import SEGMENT_BITS, SEGMENT_MASK
 
-_BLOCK_MASK = BLOCK_BYTES - 1
+_BLOCK_BYTES, _BLOCK_MASK = BLOCK_BYTES, BLOCK_BYTES - 1
+_SEGMENT_BITS, _SEGMENT_MASK = SEGMENT_BITS, SEGMENT_MASK
 _WARM_MAX = 256
 """Old blocks cached for repeated calls that may never come."""
 
@@ -56,18 +57,21 @@ class Merger:
         return [memoryview(stored)], block_checksums(stored)
 
     def _whole_blocks(
-        self, chunk: Chunk, offset: int, buffer: memoryview, checksums: bytes, cipher: BlockCipher | None
+        self, chunk: Chunk, offset: int, buffer: memoryview, sums: bytes, cipher: BlockCipher | None
     ) -> tuple[list, bytes]:
         length = len(buffer)
-        head = -offset % BLOCK_BYTES if offset & _BLOCK_MASK else 0
-        head = min(head, length)
+        within = offset & _BLOCK_MASK
+        head = min(_BLOCK_BYTES - within, length) if within else 0
         tail = (length - head) & _BLOCK_MASK
         middle = length - head - tail
-        sums = bytes(checksums)
-        if len(sums) != 4 * ((1 if head else 0) + middle // BLOCK_BYTES + (1 if tail else 0)):
+        if len(sums) != 4 * ((1 if head else 0) + (middle >> 12) + (1 if tail else 0)):
             raise InvalidRequest(
                 f"{len(sums)} bytes of checksums do not fit a write of {length} bytes at {offset}"
             )
+        if length == _BLOCK_BYTES and not within:
+            if crc32c(buffer).to_bytes(4, "little") != sums:
+                raise ChecksumMismatch("a written block is not what its writer summed")
+            return [buffer], sums
         if not head and not tail:
             if first_bad_block(buffer, sums) >= 0:
                 raise ChecksumMismatch("a written block is not what its writer summed")
@@ -77,13 +81,13 @@ class Merger:
         at = 0
         first = offset >> 12
         if head:
-            merged = self._merged(chunk, first, offset & _BLOCK_MASK, buffer[:head], sums[:4], cipher)
+            merged = self._merged(chunk, first, within, buffer[:head], sums[:4], cipher)
             buffers.append(merged)
             new_sums.append(crc32c(merged).to_bytes(4, "little"))
             at = 1
         if middle:
             part = buffer[head : head + middle]
-            part_sums = sums[at * 4 : at * 4 + middle // BLOCK_BYTES * 4]
+            part_sums = sums[at * 4 : at * 4 + (middle >> 12) * 4]
             if first_bad_block(part, part_sums) >= 0:
                 raise ChecksumMismatch("a written block is not what its writer summed")
             buffers.append(part)
@@ -120,8 +124,8 @@ class Merger:
         return found if cipher is None else cipher.decrypt(chunk.inode, chunk.index, block, found)
 
     def _stored_block(self, chunk: Chunk, block: int) -> bytes | memoryview:
-        segment = self._index.segment(chunk, block >> SEGMENT_BITS)
-        within = block & SEGMENT_MASK
+        segment = self._index.segment(chunk, block >> _SEGMENT_BITS)
+        within = block & _SEGMENT_MASK
         place = segment.disk[within] if within < len(segment.disk) else 0
         if not place:
             return ZERO_BLOCK

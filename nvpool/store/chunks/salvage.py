@@ -56,7 +56,7 @@ async def install_over(store: BlockStore, copy: ChunkCopy) -> bool:
         return False
     try:
         if count:
-            store.write_runs(runs, [copy.content])
+            store.writer.write_runs(runs, [copy.content])
             await store.sync_data()  # before the change names them
         if store.kv.full:
             await store.kv.room()

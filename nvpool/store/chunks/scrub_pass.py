@@ -148,7 +148,7 @@ class Scrub:
         if store.kv.full or not store.allocator.claim(transaction, place):
             return False
         try:
-            store.apply(transaction, [], reclaims=True)
+            store.writer.apply(transaction, [], reclaims=True)
         except BaseException:
             store.allocator.drop(transaction)
             raise
@@ -216,7 +216,7 @@ class Scrub:
                 if repair:
                     transaction = Transaction()
                     transaction.free_places(places)
-                    store.apply(transaction, [], reclaims=True)
+                    store.writer.apply(transaction, [], reclaims=True)
                     log.warning("target %d: %s; they are given back", store.target, found)
         self._blind()
         if mended:

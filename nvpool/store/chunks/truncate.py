@@ -129,7 +129,7 @@ def _apply_inode(
 ) -> None:
     """Apply one change: the inode's record, and `effects` on these chunks."""
     effects = [*effects, (inode_key(inode), encode_inode(record))]
-    store.apply(transaction, effects, inode, indexes, reclaims=True)
+    store.writer.apply(transaction, effects, inode, indexes, reclaims=True)
     store.index.set_inode(inode, record)
 
 
@@ -202,7 +202,7 @@ async def drop(
                 store, inode, record._replace(floor=raised(record.floor, floor)), effects, transaction, gone
             )
         else:
-            store.apply(transaction, effects, inode, gone, reclaims=True)
+            store.writer.apply(transaction, effects, inode, gone, reclaims=True)
         for index in gone:
             store.index.forget(inode, index)
         store.quarantine.forget(bad)
@@ -281,7 +281,7 @@ async def _cut_within(
             if written:
                 # On the drive before the change names it: after a loss of power the old block must not
                 # return.
-                store.room.with_reserve(partial(store.write_runs, runs, written))
+                store.room.with_reserve(partial(store.writer.write_runs, runs, written))
                 await store.sync_data()
             if b"" in edges.values():
                 # Without this flush a replay could reject the change that wrote the damaged block, and
@@ -299,7 +299,7 @@ async def _cut_within(
             # From here on the chunk has this truncate number: a repetition, which only some replicas get, must
             # not change the version again.
             head = Head(after_cut(version), number, chunk.requests, chunk.table)
-            store.apply_segments(transaction, chunk, segments, head, whole, reclaims=True)
+            store.writer.apply_segments(transaction, chunk, segments, head, whole, reclaims=True)
             return gone
         except BaseException:
             store.allocator.drop(transaction)

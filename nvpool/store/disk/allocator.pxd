@@ -20,6 +20,13 @@ cdef class _Group:
 cpdef bytes encode_deltas(deltas, Py_ssize_t used, int64_t last=*)
 
 
+cdef class Transaction:
+    cdef public list taken, freed
+    cdef public double until
+    cdef public bytes held_record
+    cdef public dict groups_after
+
+
 cdef class Allocator:
     cdef object _kv, _waiting, _resting, _held_number
     cdef public Py_ssize_t block_count, reserve_blocks, group_count, held_blocks, small_group, large_group, fixed_blocks
@@ -28,7 +35,10 @@ cdef class Allocator:
     cdef public dict cached_groups, held_masks, changed_groups
     @cython.locals(number=Py_ssize_t, group=_Group, at=Py_ssize_t)
     cpdef uint64_t find_block(self) except? 0
+    @cython.locals(number=Py_ssize_t)
     cpdef hold_block(self, uint64_t place)
+    @cython.locals(run=tuple)
+    cdef uint64_t _only_block(self, Transaction transaction) except? 0
     @cython.locals(number=Py_ssize_t, at=Py_ssize_t, group=_Group)
     cpdef list block_effects(self, uint64_t place)
     @cython.locals(number=Py_ssize_t, at=Py_ssize_t, group=_Group)

@@ -301,6 +301,13 @@ class Allocator:
 
         NoSpace: nothing was allocated. Waiting: enough blocks are free, but held; nothing was allocated.
         """
+        if count == 1:
+            place = self.find_block()
+            if place:
+                self.hold_block(place)
+                run = (place, 1)
+                transaction.taken.append(run)
+                return [run]
         if self.used_blocks + count > self.block_count - (self.reserve_blocks if grows else 0):
             raise NoSpace("the target is full")
         if count > self.available_blocks:
@@ -330,7 +337,7 @@ class Allocator:
         return taken
 
     def find_block(self) -> int:
-        """Return a block that `allocate` would allocate, without holding it; 0 if it has to be searched.
+        """Return the block that `allocate` takes for one block, without holding it; 0 if it has to be searched.
 
         The block stays free until something is allocated, that is, at least until the caller waits.
         """
@@ -353,7 +360,10 @@ class Allocator:
 
     def hold_block(self, place: int) -> None:
         """Hold this block, found by `find_block`, for a later change."""
-        self.take([], place >> _GROUP_BITS, place & _GROUP_MASK, 1)
+        number = place >> _GROUP_BITS
+        self.held_masks[number] = self.held_masks.get(number, 0) | _ONE << (place & _GROUP_MASK)
+        self.available_blocks -= 1
+        self.count_spare(number, -1)
 
     def _next(self, group: int, level: int) -> int:
         found = self.levels.find(level, group)
@@ -430,6 +440,9 @@ class Allocator:
 
         InvariantBroken: a block to be freed is not in use.
         """
+        place = self._only_block(transaction)
+        if place:
+            return self.block_effects(place)
         after = transaction.groups_after = {}
         for run in transaction.taken:
             self._note(after, run, 0)
@@ -490,6 +503,13 @@ class Allocator:
         if self.changed_groups is not None:
             self.changed_groups[number] = self.changed_groups.get(number, 0) | bit
 
+    def _only_block(self, transaction: Transaction) -> int:
+        """Block of a transaction that takes one block and frees none, otherwise 0."""
+        if len(transaction.taken) != 1 or transaction.freed:
+            return 0
+        run = transaction.taken[0]
+        return run[0] if run[1] == 1 else 0
+
     def _note(self, after: dict, run: Run, freed: int) -> None:
         place, count = run
         group = place >> GROUP_BITS
@@ -514,6 +534,10 @@ class Allocator:
 
         Its freed blocks are held until release(sequence).
         """
+        place = self._only_block(transaction)
+        if place:
+            self.commit_block(place, True)
+            return
         for group, (used, deltas) in transaction.groups_after.items():
             now = self._group(group)
             now.used, now.deltas = used, deltas

@@ -24,7 +24,6 @@ import logging
 import mmap
 import os
 import stat
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,7 @@ from nvpool.blockio import reader as blockio_reader
 from nvpool.blockio.api import Outcome
 from nvpool.core.errors import DriveFailed, NotSupported, NvpoolError, from_os_error
 from nvpool.core.units import BLOCK_BYTES, MIB
+from nvpool.store.disk.buffer_pool import BufferPool
 from nvpool.store.disk.direct_reads import DirectReads
 
 log = logging.getLogger(__name__)
@@ -147,30 +147,6 @@ class Device(Protocol):
     async def close(self) -> None: ...
 
 
-class BufferPool:
-    """Pool of buffers that return by themselves: a buffer is free when only the pool refers to it."""
-
-    def __init__(self, make, kept_bytes_max: int = 32 * MIB):
-        self._make = make
-        self._kept: deque = deque()
-        self._kept_bytes = 0
-        self._kept_bytes_max = kept_bytes_max
-
-    def take(self, byte_count: int) -> memoryview:
-        kept = self._kept
-        for _ in range(min(len(kept), 4)):
-            found = kept[0]
-            kept.rotate(-1)
-            if len(found) >= byte_count and sys.getrefcount(found) == 3:  # the deque, `found`, the argument
-                return memoryview(found)[:byte_count]
-        size = max(64 * 1024, 1 << (byte_count - 1).bit_length())
-        made = self._make(size)
-        if self._kept_bytes + size <= self._kept_bytes_max:
-            kept.append(made)
-            self._kept_bytes += size
-        return memoryview(made)[:byte_count]
-
-
 class FileDevice:
     """Device on a data file or a block device."""
 
@@ -234,9 +210,18 @@ class FileDevice:
     def write(self, buffers: list, offset: int) -> None:
         start = offset
         if self.direct:
-            buffers = [self._in_line(buffers)]
-        offset = self._write_all(self.fd, buffers, offset)
-        if not self.direct:
+            self._write_all(self.fd, [self._in_line(buffers)], offset)
+            return
+        if len(buffers) == 1:  # as in most writes
+            try:
+                offset += os.pwrite(self.fd, buffers[0], offset)
+            except OSError:  # `_write_all` meets it again, and reports it
+                pass
+        if offset != start + len(buffers[0]) or len(buffers) > 1:
+            offset = self._write_all(self.fd, buffers, start)
+        if start == self.run_end and offset - self.run_start < WRITEBACK_BYTES:
+            self.run_end = offset
+        else:
             self.note_run(start, offset)
 
     def _in_line(self, buffers: list) -> memoryview:

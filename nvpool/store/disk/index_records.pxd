@@ -18,6 +18,7 @@ cdef class IndexSegment:
     cpdef uint64_t run(self, Py_ssize_t first, Py_ssize_t count) except? 0
 
 
+cpdef tuple with_request(requests, request)
 cpdef bytes segment_key(uint64_t inode, uint32_t index, uint32_t segment)
 cpdef bytes group_key(uint32_t group)
 cpdef bytes delta_key(uint32_t group)

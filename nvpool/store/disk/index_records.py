@@ -148,6 +148,8 @@ def with_request(
     session, slot, _ = request
     if slot > 0xFFFF:
         raise InvalidRequest(f"{slot} is not a slot")
+    if not requests:
+        return (tuple(request),)
     kept = [one for one in requests if one[0] != session or one[1] != slot][-(REQUESTS_KEPT - 1) :]
     return (*kept, tuple(request))
 

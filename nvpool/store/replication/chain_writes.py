@@ -16,8 +16,10 @@ lost reply, a changed chain) `_carry_out` continues the same pending write in a 
 
 Reads and truncations of a chunk with a pending write wait until the write is decided. These are bounded: the
 writes that wait for a chunk, the bytes that a head has in progress, and the bytes on their way to a successor
-(store/replication/peer_connections). `store/replication/role` calls this module on the store's event loop. The
-fast path for first writes (server/fast_first_writes) adds its own pending writes with `add`.
+(store/replication/peer_connections). `store/replication/role` calls this module on the store's event loop.
+
+A head whose serving lease has ended begins no write: it could not acknowledge it, and other targets may have
+replaced it already. A write that a successor may have is continued without a lease, since it must be decided.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from nvpool.core import errors
 from nvpool.core.clock import Clock
@@ -40,6 +42,7 @@ from nvpool.core.errors import (
     NvpoolError,
     StaleCut,
     StaleEpoch,
+    StaleTenure,
     StaleVersion,
     WrongTarget,
 )
@@ -61,8 +64,9 @@ from nvpool.poolmap.chains.protocol import (
 )
 from nvpool.poolmap.file_layout import chain_of
 from nvpool.rpc.messages.peer_messages import PeerWriteReply, PeerWriteRequest
-from nvpool.store.chunks.api import ChunkStore, MustWait, Placed
-from nvpool.store.replication.peer_connections import Name, PendingForward, ReplicaPeers, Write
+from nvpool.store.chunk_write import ChunkWrite, Name, Placed
+from nvpool.store.chunks.api import ChunkStore, MustWait
+from nvpool.store.replication.peer_connections import PendingForward, ReplicaPeers
 
 log = logging.getLogger(__name__)
 
@@ -85,18 +89,15 @@ CUT_WAIT_S = 3.0
 REFUSED_MAX = 1024
 """Chunks of which a refused version is remembered. One that is forgotten is offered, and refused, once more."""
 _TRIES_MAX = 1000
+_LED_BYTES_MAX = LED_BYTES_MAX
+_new_tuple = tuple.__new__
 
 Outcome = tuple[PeerWriteReply | None, BaseException | None]
 """Outcome of an offer: the successor's reply, or an error that leaves the write undecided."""
 OnEnd = Callable[[int], None]
 """Called with the committed version, or with 0 if a task continues the write: then use `ChainWrites.lead`."""
-
-
-class Offered(Protocol):
-    """An offer in flight, of a write that no task carries out."""
-
-    def give_up(self) -> None:
-        """Stop waiting for the reply, and set `Pending.placed`. The offer may be carried out."""
+OnDecided = Callable[[int | Exception], None]
+"""Called once with the committed version, or with the error."""
 
 
 class Pending:
@@ -112,7 +113,9 @@ class Pending:
         "last",
         "older",
         "dropped",
-        "decided",
+        "is_decided",
+        "_decided",
+        "listeners",
         "waiter",
         "sending",
         "placed",
@@ -121,7 +124,7 @@ class Pending:
         "on_end",
     )
 
-    def __init__(self, write: Write, version: int, base: int, place: ChainPosition, decided: asyncio.Future):
+    def __init__(self, write: ChunkWrite, version: int, base: int, place: ChainPosition):
         self.write = write
         self.version = version
         self.base = base
@@ -135,30 +138,45 @@ class Pending:
         self.older = False
         """Whether a member has joined the chain since this write began."""
         self.dropped = False
-        self.decided = decided
-        """Completes with the committed version, or with the error."""
+        self.is_decided = False
+        self._decided: asyncio.Future[int] | None = None
+        self.listeners: list[OnDecided] | None = None
+        """Called when the write is decided."""
         self.waiter: asyncio.Future | None = None
         self.sending: PendingForward | None = None
         self.placed: Placed | None = None
         """Blocks of the write, once it is prepared."""
-        self.offered: Offered | None = None
+        self.offered: PendingForward | None = None
         """The offer in flight, while no task carries the write out."""
         self.led_bytes = 0
         """Bytes of a client's write that no task carries out, counted until it is decided."""
         self.on_end: OnEnd | None = None
 
+    def decided(self) -> asyncio.Future[int]:
+        """Return the future that completes with the committed version, or with the error."""
+        if self._decided is None:
+            self._decided = asyncio.get_running_loop().create_future()
+        return self._decided
 
-class _SubmittedOffer:
-    """Implementation of `Offered` for an offer that `_try_start` has sent."""
+    def listen(self, on_decided: OnDecided) -> None:
+        """Call `on_decided` in the step in which the write is decided."""
+        if self.listeners is None:
+            self.listeners = []
+        self.listeners.append(on_decided)
 
-    __slots__ = ("_peers", "_sending")
-
-    def __init__(self, peers: ReplicaPeers, sending: PendingForward) -> None:
-        self._peers = peers
-        self._sending = sending
-
-    def give_up(self) -> None:
-        self._peers.give_up(self._sending)
+    def decide(self, outcome: int | Exception) -> None:
+        """Notify all that wait for the decision."""
+        self.is_decided = True
+        decided, listeners = self._decided, self.listeners
+        if decided is not None:
+            if isinstance(outcome, Exception):
+                decided.set_exception(outcome)
+                decided.exception()  # marks the exception as retrieved: perhaps no caller waits any more
+            else:
+                decided.set_result(outcome)
+        if listeners is not None:
+            for listener in listeners:
+                listener(outcome)
 
 
 class ReplicaRepairs(NamedTuple):
@@ -177,6 +195,7 @@ class ChainWrites:
 
     * `place_of(table, inode, index)` returns the position of this target in the chunk's chain.
     * `ask_map` requests a newer pool map, now or soon.
+    * `holds_lease` says whether the serving lease of this target holds.
     """
 
     def __init__(
@@ -189,13 +208,15 @@ class ChainWrites:
         *,
         place_of: Callable[[int, int, int], ChainPosition | None],
         ask_map: Callable[[], None],
+        holds_lease: Callable[[], bool],
     ):
-        self._store = store
+        self._store, self._writer = store, store.writer
         self._target = target
         self._peers = peers
         self._clock = clock
         self._place_of = place_of
         self._ask_map = ask_map
+        self._holds_lease = holds_lease
         self._repairs = repairs
         self._rebuilding: dict[Name, asyncio.Task[bool]] = {}
         self.pending: dict[Name, Pending] = {}
@@ -217,7 +238,7 @@ class ChainWrites:
 
     # -- the head ----------------------------------------------------------------------------------------------------
 
-    def try_submit(self, write: Write, on_end: OnEnd) -> bool:
+    def try_submit(self, write: ChunkWrite, on_end: OnEnd) -> bool:
         """Begin a client's write without a task; return whether it was begun.
 
         `on_end` is called once, later. False: nothing was done; the write must wait, or be refused: use `lead`.
@@ -226,23 +247,28 @@ class ChainWrites:
         place = self._place_of(write.table, *name)
         if (
             place is None
-            or not place.is_head
-            or place.is_last
+            or place.number
+            or len(place.members) < 2
             or name in self.turns
             or name in self.pending
-            or (self.led_bytes and self.led_bytes + size > LED_BYTES_MAX)
+            or (self.led_bytes and self.led_bytes + size > _LED_BYTES_MAX)
+            or not self._holds_lease()
         ):
             return False
         try:
             held = self._held(name)
         except CorruptRecord:
             return False
-        if is_done(held.requests, write.request) or write.cut < held.cut:
+        if (held.requests and is_done(held.requests, write.request)) or write.cut < held.cut:
             return False
         placed = self._prepared_now(write)
         if placed is None:
             return False
-        version = next_version(held, place.epoch, self.refused_versions.get(name, 0))
+        above = self.refused_versions.get(name, 0) if self.refused_versions else 0
+        if held.version or held.floor or above:
+            version = next_version(held, place.epoch, above)
+        else:
+            version = place.epoch << 32 | 1  # as next_version, for a chunk that never existed
         pending = self._begin(write, version, held.version, place)
         self.counters["led"] += 1
         self.led_bytes += size
@@ -250,12 +276,13 @@ class ChainWrites:
         self._start(pending)
         return True
 
-    async def lead(self, write: Write, deadline_s: float) -> int:
+    async def lead(self, write: ChunkWrite, deadline_s: float) -> int:
         """Commit a client's write on every member and return the version of the chunk.
 
         Once it is this write's turn, the write continues even if the caller is cancelled.
 
         WrongTarget, StaleEpoch   this target is not the head, or no longer: fetch the map, ask the head
+        StaleTenure               the serving lease has ended: nothing was done
         Busy, DeadlineExceeded    too many writes wait for the chunk, or waited too long: nothing was done,
                                   unless the write itself is the one that is not decided (may_be_applied)
         NoSpace, StaleCut, ChecksumMismatch, InvalidRequest   from any member: nothing was done
@@ -275,11 +302,10 @@ class ChainWrites:
             self._uncount(size, same)
             raise
         task = self._own(self._lead(write, same, deadline_s))
-        # Retrieves the exception even if no caller waits any more.
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        task.add_done_callback(_retrieve)
         return await asyncio.shield(task)
 
-    def _same_pending(self, write: Write) -> Pending | None:
+    def _same_pending(self, write: ChunkWrite) -> Pending | None:
         """Return the pending write with this name and these bytes, which a task continues without its client."""
         pending = self.pending.get(write.name)
         if pending is None or not pending.led_bytes or pending.write.request != write.request:
@@ -289,7 +315,7 @@ class ChainWrites:
     def _uncount(self, size: int, same: Pending | None) -> None:
         """Take `size` bytes off `led_bytes`, and count `same` for itself if it is still not decided."""
         self.led_bytes -= size
-        if same is not None and not same.decided.done():
+        if same is not None and not same.is_decided:
             same.led_bytes = len(same.write.buffer)
             self.led_bytes += same.led_bytes
 
@@ -325,20 +351,20 @@ class ChainWrites:
                 return
         del self.turns[name]
 
-    async def _wait_decided(self, write: Write, deadline_s: float) -> None:
+    async def _wait_decided(self, write: ChunkWrite, deadline_s: float) -> None:
         """Wait until no write of the chunk is pending.
 
         One may be left from a time when this target was not the head, or be continued by a task.
         """
         while (before := self.pending.get(write.name)) is not None:
             left_s = max(0.0, deadline_s - self._clock.boottime_s())
-            if not (await asyncio.wait([before.decided], timeout=left_s))[0]:
+            if not (await asyncio.wait([before.decided()], timeout=left_s))[0]:
                 raise DeadlineExceeded(
                     "an earlier write of the chunk was not decided in time",
                     may_be_applied=before.write.request == write.request,
                 )
 
-    async def _lead(self, write: Write, same: Pending | None, deadline_s: float) -> int:
+    async def _lead(self, write: ChunkWrite, same: Pending | None, deadline_s: float) -> int:
         try:
             while True:
                 await self._wait_decided(write, deadline_s)
@@ -360,6 +386,8 @@ class ChainWrites:
                     raise StaleCut(
                         f"inode {write.inode} was cut ({held.cut}) after this write began ({write.cut})"
                     )
+                if not self._holds_lease():
+                    raise StaleTenure("the serving lease of the head has ended", may_be_applied=False)
                 version = next_version(held, place.epoch, self.refused_versions.get(write.name, 0))
                 pending = self._begin(write, version, held.version, place)
                 self.counters["led"] += 1
@@ -373,11 +401,11 @@ class ChainWrites:
 
     # -- successors --------------------------------------------------------------------------------------------------
 
-    def follow(self, offer: Offer, link: int, write: Write) -> int | asyncio.Future[int]:
+    def follow(self, offer: Offer, link: int, write: ChunkWrite, on_decided: OnDecided) -> int:
         """Accept the write that the predecessor offers.
 
-        Returns the version that this target and all its successors committed: now, or as a future that fails
-        with the same errors. The write continues even if no caller waits for the result.
+        Returns the version that this target and all its successors committed. If it is 0, `on_decided` is called
+        later with the version, or with one of the same errors.
 
         StaleEpoch, StaleVersion, StaleCut, NoSpace, ChecksumMismatch: nothing was done; see
         poolmap/chains/protocol. Busy: nothing was done; offer the write again.
@@ -399,7 +427,8 @@ class ChainWrites:
         if answer is Answer.DONE:
             return offer.version
         if answer is Answer.SAME:
-            return self.pending[write.name].decided
+            self.pending[write.name].listen(on_decided)
+            return 0
         if answer is Answer.NEW_EPOCH:
             raise Busy("this target does not know the newest pool map yet", retry_after_s=0.02)
         if answer in (Answer.OLD_EPOCH, Answer.NOT_OURS):
@@ -413,11 +442,13 @@ class ChainWrites:
             error.version = version
             raise error
         self.counters["followed"] += 1
-        whole, place = place, until(place, offer.last)
+        whole = place
+        if offer.last:
+            place = until(place, offer.last)
         if (
             answer is Answer.TAKE
-            and place.is_last
-            and not self._store.places_first(write.offset, len(write.buffer))
+            and len(place.members) == place.number + 1
+            and not self._writer.places_first(write.offset, len(write.buffer))
         ):
             try:
                 return self._write_now(write, offer.version, None)
@@ -431,59 +462,37 @@ class ChainWrites:
                 raise
         pending = self._begin(write, offer.version, offer.base, place)
         pending.whole = whole
+        pending.listen(on_decided)
         if answer is Answer.TAKE:
             pending.placed = self._prepared_now(write)
         if pending.placed is not None:
             self._start(pending)
         else:
             self.carry_on(pending, None, offer.sender if answer is Answer.FETCH else 0)
-        return pending.decided
+        return 0
 
     # -- head and successors -----------------------------------------------------------------------------------------
 
     def _held(self, name: Name) -> MemberChunkState:
         pending = self.pending.get(name)
-        version, floor, cut, requests = self._store.held(*name)
-        cutting = self.cutting.get(name[0])
-        return MemberChunkState(
-            version,
-            floor,
-            max(cut, *cutting) if cutting else cut,
-            requests,
-            pending.version if pending else 0,
+        version, floor, cut, requests = self._writer.held(name[0], name[1])
+        cutting = self.cutting.get(name[0]) if self.cutting else None
+        if cutting:
+            cut = max(cut, *cutting)
+        return _new_tuple(
+            MemberChunkState, (version, floor, cut, requests, pending.version if pending is not None else 0)
         )
 
-    def add(self, write: Write, version: int, place: ChainPosition, offered: Offered) -> Pending:
-        """Add a pending write to a chunk that does not exist, which the caller has offered.
-
-        The caller ends it with `settled`, or passes it to `carry_on`.
-        """
-        pending = self._begin(write, version, 0, place)
-        pending.offered = offered
-        if place.is_head:
-            self.counters["led"] += 1
-            pending.led_bytes = len(write.buffer)
-            self.led_bytes += pending.led_bytes
-        else:
-            self.counters["followed"] += 1
-        return pending
-
-    def settled(self, pending: Pending) -> None:
-        """Record that the caller of `add` has committed the write."""
-        self._end(pending, pending.version)
-
-    def _begin(self, write: Write, version: int, base: int, place: ChainPosition) -> Pending:
-        pending = Pending(write, version, base, place, asyncio.get_running_loop().create_future())
+    def _begin(self, write: ChunkWrite, version: int, base: int, place: ChainPosition) -> Pending:
+        pending = Pending(write, version, base, place)
         self.pending[write.name] = pending
-        self._store.changing(*write.name)
+        self._writer.changing(write.inode, write.index)
         return pending
 
-    def _prepared_now(self, write: Write) -> Placed | None:
+    def _prepared_now(self, write: ChunkWrite) -> Placed | None:
         """Prepare a write without waiting. None: this has to wait, or failed; `_carry_out` does it again."""
         try:
-            return self._store.prepare_now(
-                write.inode, write.index, write.offset, write.buffer, write.checksums, write.cipher
-            )
+            return self._writer.prepare_now(write)
         except (MustWait, NvpoolError):
             return None
 
@@ -493,14 +502,13 @@ class ChainWrites:
         if pending.last:
             self._commit_now(pending)
             return
-        sending = self._peers.write(
+        pending.offered = self._peers.write(
             place.successor,
             place.number,
             self._offer_of(pending, place),
             pending.write.buffer,
             partial(self._answered, pending),
         )
-        pending.offered = _SubmittedOffer(self._peers, sending)
 
     def _answered(self, pending: Pending, reply: PeerWriteReply | None, error: BaseException | None) -> None:
         pending.offered = None
@@ -520,7 +528,7 @@ class ChainWrites:
         except Exception:  # the task does it again, and reports or fences
             log.debug("target %d: a commit is repeated in a task", self._target, exc_info=True)
         if version:
-            self._store.drop_placed(pending.placed)
+            self._writer.drop_placed(pending.placed)
             self._end(pending, version)
         else:
             self.carry_on(pending, COMMITTED)
@@ -534,8 +542,7 @@ class ChainWrites:
         on_end, pending.on_end = pending.on_end, None
         # `last` as it is now: the chain may change before the task begins
         task = self._own(self._carry_out(pending, fetch_from, outcome, pending.last))
-        # Retrieves the exception: callers wait for `decided`, if any.
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        task.add_done_callback(_retrieve)  # callers wait for the decision, if any
         if on_end is not None:
             on_end(0)
 
@@ -566,11 +573,11 @@ class ChainWrites:
             raise
         finally:
             if pending.placed is not None:
-                self._store.drop_placed(pending.placed)
+                self._writer.drop_placed(pending.placed)
         self._end(pending, version)
         return version
 
-    async def _prepared(self, write: Write) -> Placed:
+    async def _prepared(self, write: ChunkWrite) -> Placed:
         """Call ChunkStore.prepare.
 
         A damaged block that the write covers in part is repaired first. Both the first and the last block of
@@ -578,17 +585,13 @@ class ChainWrites:
         """
         for _ in range(2):
             try:
-                return await self._store.prepare(
-                    write.inode, write.index, write.offset, write.buffer, write.checksums, write.cipher
-                )
+                return await self._writer.prepare(write)
             except ChecksumMismatch as error:
                 if error.damaged is None or not await self._repairs.mend(*error.damaged):
                     raise
-        return await self._store.prepare(
-            write.inode, write.index, write.offset, write.buffer, write.checksums, write.cipher
-        )
+        return await self._writer.prepare(write)
 
-    def _rebuilt(self, write: Write) -> asyncio.Task[bool]:
+    def _rebuilt(self, write: ChunkWrite) -> asyncio.Task[bool]:
         """Return the rebuild task of this chunk. Concurrent callers share one task."""
         task = self._rebuilding.get(write.name)
         if task is None:
@@ -598,7 +601,7 @@ class ChainWrites:
             )
         return task
 
-    async def _rebuild(self, write: Write) -> bool:
+    async def _rebuild(self, write: ChunkWrite) -> bool:
         return await self._repairs.rebuild(write.inode, write.index, write.table)
 
     def _end(self, pending: Pending, outcome: int | Exception) -> None:
@@ -609,12 +612,11 @@ class ChainWrites:
         if isinstance(outcome, Exception):
             if isinstance(outcome, StaleVersion) and pending.place.is_head:
                 self._remember_refused(pending.write.name, max(outcome.version, pending.version))
-            pending.decided.set_exception(outcome)
-            pending.decided.exception()  # marks the exception as retrieved: perhaps no caller waits
+            pending.decide(outcome)
             return
         if self.refused_versions:
             self.refused_versions.pop(pending.write.name, None)
-        pending.decided.set_result(outcome)
+        pending.decide(outcome)
         if pending.on_end is not None:
             pending.on_end(outcome)
 
@@ -629,7 +631,7 @@ class ChainWrites:
         write = pending.write
         await self._repairs.fetch(write.table, write.inode, write.index, source)
         self.counters["fetched"] += 1
-        found = self._store.held(write.inode, write.index).version
+        found = self._writer.held(write.inode, write.index).version
         if found != pending.base:
             raise Busy(f"this target has version {found} of the chunk, not {pending.base}")
 
@@ -705,25 +707,17 @@ class ChainWrites:
 
     def _offer_of(self, pending: Pending, place: ChainPosition) -> PeerWriteRequest:
         write = pending.write
-        session, slot, sequence = write.request
-        return PeerWriteRequest(
-            target=place.successor,
-            sender=self._target,
-            table=write.table,
-            chain_epoch=place.epoch,
-            version=pending.version,
-            base=pending.base,
-            inode=write.inode,
-            index=write.index,
-            offset=write.offset,
-            cut=write.cut,
-            session=session,
-            slot=slot,
-            sequence=sequence,
-            checksums=write.checksums,
-            last=0 if place.members == pending.whole.members else place.members[-1],
-            wrapped_key=write.wrapped_key,
-        )
+        offer: PeerWriteRequest = PeerWriteRequest.__new__(PeerWriteRequest)
+        offer.clear()
+        offer.target, offer.sender = place.successor, self._target
+        offer.table, offer.chain_epoch = write.table, place.epoch
+        offer.version, offer.base = pending.version, pending.base
+        offer.inode, offer.index, offer.offset, offer.cut = write.inode, write.index, write.offset, write.cut
+        offer.session, offer.slot, offer.sequence = write.request
+        offer.checksums, offer.wrapped_key = write.checksums, write.wrapped_key
+        if place.members != pending.whole.members:
+            offer.last = place.members[-1]
+        return offer
 
     async def _commit(self, pending: Pending, placed: Placed, is_first: bool) -> int:
         """Commit the write on this target; `is_first`: no other member has committed it.
@@ -745,20 +739,8 @@ class ChainWrites:
                 self._cannot(error)
             raise
 
-    def _write_now(self, write: Write, version: int, placed: Placed | None) -> int:
-        return self._store.write_now(
-            write.inode,
-            write.index,
-            write.offset,
-            write.buffer,
-            write.checksums,
-            cut=write.cut,
-            request=write.request,
-            version=version,
-            placed=placed,
-            table=write.table,
-            cipher=write.cipher,
-        )
+    def _write_now(self, write: ChunkWrite, version: int, placed: Placed | None) -> int:
+        return self._writer.write_now(write, 1, version, placed)
 
     def _cannot(self, error: NvpoolError) -> None:
         """Fence the store: other members have a write that this target cannot write."""
@@ -772,7 +754,7 @@ class ChainWrites:
         A read that begins now may return the state that is committed after them.
         """
         pending = self.pending
-        return [pending[name].decided for name in {*names} if name in pending]
+        return [pending[name].decided() for name in {*names} if name in pending]
 
     async def wait_to_read(self, decisions: list[asyncio.Future], deadline_s: float) -> None:
         """Wait for these decisions; raise Busy if they take too long, since another replica may know."""
@@ -791,7 +773,7 @@ class ChainWrites:
             self.cutting.setdefault(inode, []).append(cut)
         wanted = set(inodes)
         try:
-            decisions = [pending.decided for name, pending in self.pending.items() if name[0] in wanted]
+            decisions = [pending.decided() for name, pending in self.pending.items() if name[0] in wanted]
             if decisions and (await asyncio.wait(decisions, timeout=CUT_WAIT_S))[1]:
                 raise Busy("writes of the file are not decided", retry_after_s=0.1)
         except BaseException:
@@ -848,13 +830,19 @@ class ChainWrites:
             if pending.offered is not None:
                 pending.offered.give_up()
                 pending.on_end = None
-                self._store.drop_placed(pending.placed)
+                self._writer.drop_placed(pending.placed)
                 self._end(pending, errors.Draining("the store is being closed"))
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._peers.close()
+
+
+def _retrieve(done: asyncio.Task) -> None:
+    """Retrieve the exception of a task for which no caller may wait any more."""
+    if not done.cancelled():
+        done.exception()
 
 
 def _memory(buffer: memoryview) -> object:

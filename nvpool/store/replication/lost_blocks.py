@@ -1,7 +1,7 @@
 """Lost data of this target's chains (poolmap/chains/data_loss): distinguishes lost blocks from holes.
 
 A chain loses data with its former members. A missing block of such a chain is either a hole or lost. The
-users are `store/server/service`, `store/server/write_batch` and `store/replication/role`, in the step in
+users are `store/server/service`, `store/server/writes` and `store/replication/role`, in the step in
 which they look at the store.
 """
 

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError
 
-from nvpool.core.clock import Clock
+from nvpool.core import primitives
+from nvpool.core.clock import Clock, SystemClock
 from nvpool.core.errors import (
     CorruptFrame,
     InvalidRequest,
@@ -35,8 +36,11 @@ from nvpool.poolmap.chains.protocol import Offer
 from nvpool.poolmap.model import PoolMap
 from nvpool.rpc.api import Buffer
 from nvpool.rpc.messages.peer_messages import PeerWriteReply, PeerWriteRequest
+from nvpool.rpc.reply_receivers import ReplyBurst, ReplyReceiver
+from nvpool.rpc.transports import request_submission
 from nvpool.rpc.v1.wire_pb2 import DATA_PEER_WRITE
 from nvpool.security.volume_keys import VolumeKey
+from nvpool.store.chunk_write import ChunkWrite
 
 ON_WAY_BYTES = 20 << 20
 """Bytes in flight to one successor on one hop.
@@ -54,91 +58,48 @@ SUSPECT_S = 2.0
 AUTHORITY_S = 600.0
 
 
-Name = tuple[int, int]
-"""Inode and index of a chunk."""
-
-
-class Write:
-    """One write to a chunk, as its client sent it."""
-
-    __slots__ = (
-        "table",
-        "inode",
-        "index",
-        "offset",
-        "buffer",
-        "checksums",
-        "cut",
-        "request",
-        "wrapped_key",
-        "cipher",
-    )
-
-    def __init__(
-        self,
-        table: int,
-        inode: int,
-        index: int,
-        offset: int,
-        buffer: memoryview,
-        checksums: bytes,
-        cut: int,
-        request: RequestId,
-        key: VolumeKey | None = None,
-    ):
-        """Create a write. `key` is the volume key if the volume is encrypted."""
-        self.table = table
-        self.inode = inode
-        self.index = index
-        self.offset = offset
-        self.buffer = buffer
-        self.checksums = checksums
-        self.cut = cut
-        self.request = request
-        self.wrapped_key = b"" if key is None else key.wrapped
-        self.cipher = None if key is None else key.cipher
-
-    @property
-    def name(self) -> Name:
-        return self.inode, self.index
+_ON_WAY_MAX, _ON_WAY_BYTES, _HOP_MAX, _CALL_S = ON_WAY_MAX, ON_WAY_BYTES, HOP_MAX, CALL_S
+_RENEWED_MS, _LIFE_MS = int(AUTHORITY_S * 500), int(AUTHORITY_S * 1000)
+_BLOCK_MASK, _CHUNK_BYTES, _SMALL_BYTES = BLOCK_BYTES - 1, CHUNK_BYTES_MAX, request_submission.PAYLOAD_MAX
+_METHOD: Any = DATA_PEER_WRITE
+_new_tuple = tuple.__new__
+_BURST = ReplyBurst()
+"""Burst without a continuation: the replies to clients have left."""
 
 
 def peer_write(
     request: PeerWriteRequest, payload: memoryview, key: VolumeKey | None = None
-) -> tuple[Offer, Write]:
+) -> tuple[Offer, ChunkWrite]:
     """Decode a peer write; `key` is the volume key for its wrapped key.
 
     InvalidRequest: the sizes make no sense. The store checks the checksums later.
     """
-    length = len(payload)
-    pieces = (request.offset + length + BLOCK_BYTES - 1) // BLOCK_BYTES - request.offset // BLOCK_BYTES
-    if not length or request.offset + length > CHUNK_BYTES_MAX or len(request.checksums) != 4 * pieces:
+    offset, length = request.offset, len(payload)
+    pieces = (offset + length + _BLOCK_MASK >> 12) - (offset >> 12)
+    if not length or offset + length > _CHUNK_BYTES or len(request.checksums) != 4 * pieces:
         raise InvalidRequest(
-            f"a peer write of {length} bytes at {request.offset} has checksums of {len(request.checksums)}"
+            f"a peer write of {length} bytes at {offset} has checksums of {len(request.checksums)}"
         )
-    name = RequestId(request.session, request.slot, request.sequence)
-    return (
-        Offer(
-            request.sender,
-            request.chain_epoch,
-            request.version,
-            request.base,
-            request.cut,
-            name,
-            request.last,
-        ),
-        Write(
-            request.table,
-            request.inode,
-            request.index,
-            request.offset,
-            payload,
-            request.checksums,
-            request.cut,
-            name,
-            key,
-        ),
+    name: RequestId = _new_tuple(RequestId, (request.session, request.slot, request.sequence))
+    fields = (
+        request.sender,
+        request.chain_epoch,
+        request.version,
+        request.base,
+        request.cut,
+        name,
+        request.last,
     )
+    checksums, cut = request.checksums, request.cut
+    write: ChunkWrite
+    if key is None:
+        write = ChunkWrite.__new__(ChunkWrite)
+        write.begin(request.table, request.inode, request.index, offset, payload, checksums, cut, name)
+    else:
+        write = ChunkWrite(
+            request.table, request.inode, request.index, offset, payload, checksums, cut, name, key
+        )
+    return _new_tuple(Offer, fields), write
 
 
 OnDone = Callable[[PeerWriteReply | None, BaseException | None], None]
@@ -150,32 +111,63 @@ class PeerDialer(Protocol):
     async def connect(self, endpoints: tuple[str, ...], deadline_s: float) -> Any: ...
 
 
-class PendingForward:
-    """A request that waits for its turn, is in flight, or has ended."""
+class PendingForward(ReplyReceiver):
+    """A request that waits for its turn, is in flight, or has ended. It receives the reply itself."""
 
-    __slots__ = ("way", "request", "payload", "on_done", "connection", "number", "ended")
+    __slots__ = ("way", "request", "payload", "on_done", "connection", "number", "ended", "_peers")
 
     def __init__(
-        self, way: _SuccessorConnection, request: PeerWriteRequest, payload: Buffer, on_done: OnDone
+        self,
+        peers: ReplicaPeers,
+        way: SuccessorQueue,
+        request: PeerWriteRequest,
+        payload: Buffer,
+        on_done: OnDone,
     ) -> None:
+        self._peers = peers
         self.way = way
         self.request = request
         self.payload = payload
         self.on_done = on_done
-        self.connection = None
+        self.connection: Any = None
         self.number = 0
         self.ended = False
 
+    def receive(self, message: bytes) -> ReplyBurst | None:
+        """Handle a successful reply from the receive buffer; see ReplyReceiver."""
+        if self.ended:
+            return None
+        try:
+            answer = PeerWriteReply.FromString(message)
+        except DecodeError:
+            return None  # `__call__` reports it
+        self._peers.end(self, answer, None)
+        return _BURST
 
-class _SuccessorConnection:
+    def __call__(self, reply: Any, error: BaseException | None) -> None:
+        """Handle the reply, or the error of the connection."""
+        answer = None
+        if error is None:
+            try:
+                answer = PeerWriteReply.FromString(bytes(reply.message))
+            except DecodeError:
+                error = CorruptFrame("a store's answer to a peer write is none")
+        self._peers.end(self, answer, error)
+
+    def give_up(self) -> None:
+        """Stop waiting: `on_done` is not called any more. The request may have been carried out."""
+        self._peers.give_up(self)
+
+
+class SuccessorQueue:
     """Queue to one successor on one hop."""
 
-    __slots__ = ("target", "waiting", "bytes", "count")
+    __slots__ = ("target", "waiting", "byte_count", "count")
 
     def __init__(self, target: int) -> None:
         self.target = target
         self.waiting: deque[PendingForward] = deque()
-        self.bytes = 0
+        self.byte_count = 0
         self.count = 0
 
 
@@ -184,9 +176,10 @@ class ReplicaPeers:
         self._target = target
         self._dialer = dialer
         self._clock = clock
+        self._is_system = type(clock) is SystemClock
         self._secret = secret
         self._map: PoolMap | None = None
-        self._ways: dict[tuple[int, int], _SuccessorConnection] = {}
+        self._ways: dict[tuple[int, int], SuccessorQueue] = {}
         self._process = int.from_bytes(clock.secret(4), "little")
         self._links: dict[int, tuple[object, int]] = {}
         self._tasks: set[asyncio.Task] = set()
@@ -204,43 +197,25 @@ class ReplicaPeers:
         `on_done` is called once, in a later event-loop iteration, with the answer or the error, unless
         `give_up` is called before. The payload must not change until then.
         """
-        way = self._ways.get((to, min(hop, HOP_MAX)))
+        key = (to, min(hop, _HOP_MAX))
+        way = self._ways.get(key)
         if way is None:
-            way = self._ways[to, min(hop, HOP_MAX)] = _SuccessorConnection(to)
-        sending = PendingForward(way, request, payload, on_done)
-        way.waiting.append(sending)
-        self._pump(way)
+            way = self._ways[key] = SuccessorQueue(to)
+        sending = PendingForward(self, way, request, payload, on_done)
+        if way.waiting or not self._has_room(way, len(payload)):
+            way.waiting.append(sending)
+        else:
+            self._start(way, sending)
         return sending
 
-    def try_reserve(
-        self, to: int, hop: int, byte_count: int
-    ) -> tuple[_SuccessorConnection, Any, int, bytes] | None:
-        """Reserve a place for a request that the caller sends now; `release` gives the place back.
+    def _has_room(self, way: SuccessorQueue, byte_count: int) -> bool:
+        """Whether a request of that size may be in flight now."""
+        return way.count < _ON_WAY_MAX and (not way.count or way.byte_count + byte_count <= _ON_WAY_BYTES)
 
-        Returns (place, connection, link, authority). None: the request has to wait, for a connection or for
-        its turn; use `write`.
-        """
-        way = self._ways.get((to, min(hop, HOP_MAX)))
-        if (
-            way is None
-            or way.waiting
-            or way.count >= ON_WAY_MAX
-            or (way.count and way.bytes + byte_count > ON_WAY_BYTES)
-        ):
-            return None
-        target = self._map.target_by_id.get(to) if self._map is not None else None
-        connection = self._dialer.live(target.endpoints) if target is not None else None
-        known, number = self._links.get(to, (None, 0))
-        if connection is None or connection is not known:
-            return None
-        way.count += 1
-        way.bytes += byte_count
-        return way, connection, self._process << 32 | number, self.authority()
-
-    def release(self, way: _SuccessorConnection, byte_count: int) -> None:
+    def _release(self, way: SuccessorQueue, byte_count: int) -> None:
         """Give back the place of a request that has ended."""
         way.count -= 1
-        way.bytes -= byte_count
+        way.byte_count -= byte_count
         if way.waiting:
             self._pump(way)
 
@@ -254,7 +229,7 @@ class ReplicaPeers:
         if sending in sending.way.waiting:
             sending.way.waiting.remove(sending)
         else:
-            self.release(sending.way, len(sending.payload))
+            self._release(sending.way, len(sending.payload))
 
     def suspects(self) -> set[int]:
         """Return targets that may be unreachable.
@@ -284,23 +259,22 @@ class ReplicaPeers:
             else other.endpoints
         )
 
-    def _pump(self, way: _SuccessorConnection) -> None:
-        while (
-            way.waiting
-            and way.count < ON_WAY_MAX
-            and (not way.count or way.bytes + len(way.waiting[0].payload) <= ON_WAY_BYTES)
-        ):
-            sending = way.waiting.popleft()
-            way.count += 1
-            way.bytes += len(sending.payload)
-            target = self._map.target_by_id.get(way.target) if self._map is not None else None
-            connection = self._dialer.live(target.endpoints) if target is not None else None
-            if connection is None:
-                task = asyncio.get_running_loop().create_task(self._connect_and_send(sending, target))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-            else:
-                self._send(sending, connection)
+    def _pump(self, way: SuccessorQueue) -> None:
+        while way.waiting and self._has_room(way, len(way.waiting[0].payload)):
+            self._start(way, way.waiting.popleft())
+
+    def _start(self, way: SuccessorQueue, sending: PendingForward) -> None:
+        """Send a request, or connect first."""
+        way.count += 1
+        way.byte_count += len(sending.payload)
+        target = self._map.target_by_id.get(way.target) if self._map is not None else None
+        connection = self._dialer.live(target.endpoints) if target is not None else None
+        if connection is not None:
+            self._send(sending, connection)
+            return
+        task = asyncio.get_running_loop().create_task(self._connect_and_send(sending, target))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _connect_and_send(self, sending: PendingForward, target) -> None:
         try:
@@ -309,10 +283,10 @@ class ReplicaPeers:
             connection = await self._dialer.connect(target.endpoints, self._clock.boottime_s() + CALL_S)
         except NvpoolError as error:
             # Nothing was sent. An error of the dialer is not an answer of the other store to this write.
-            self._ended(sending, None, error if isinstance(error, Unavailable) else Unreachable(str(error)))
+            self.end(sending, None, error if isinstance(error, Unavailable) else Unreachable(str(error)))
             return
         except BaseException:
-            self._ended(sending, None, Unreachable("the store is being closed"))
+            self.end(sending, None, Unreachable("the store is being closed"))
             raise
         if not sending.ended:
             self._send(sending, connection)
@@ -321,46 +295,40 @@ class ReplicaPeers:
         request = sending.request
         known, number = self._links.get(sending.way.target, (None, 0))
         if known is not connection:
-            number += 1
-            self._links[sending.way.target] = connection, number
+            number = number + 1
+            self._links[sending.way.target] = (connection, number)
         request.link = self._process << 32 | number
         request.authority = self.authority()
         sending.connection = connection
-        sending.number = connection.submit(
-            DATA_PEER_WRITE,
-            request.SerializeToString(),
-            (sending.payload,),
-            deadline_s=self._clock.boottime_s() + CALL_S,
-            on_done=lambda reply, error: self._answered(sending, reply, error),
-        )
-
-    def _answered(self, sending: PendingForward, reply, error: BaseException | None) -> None:
-        if error is None:
-            try:
-                answer = PeerWriteReply.FromString(bytes(reply.message))
-            except DecodeError:
-                answer, error = None, CorruptFrame("a store's answer to a peer write is none")
-            self._ended(sending, answer, error)
+        now_s = primitives.boottime_s() if self._is_system else self._clock.boottime_s()
+        message, payload = request.SerializeToString(), sending.payload
+        if len(payload) <= _SMALL_BYTES:
+            sending.number = request_submission.submit(
+                connection, _METHOD, message, payload, now_s + _CALL_S, now_s, sending
+            )
         else:
-            self._ended(sending, None, error)
+            sending.number = connection.submit(
+                _METHOD, message, (payload,), deadline_s=now_s + _CALL_S, on_done=sending
+            )
 
-    def _ended(
+    def end(
         self, sending: PendingForward, answer: PeerWriteReply | None, error: BaseException | None
     ) -> None:
+        """Pass the outcome of a request to its `on_done`, and its place to the next one."""
         if sending.ended:
             return
         sending.ended = True
         sending.on_done(answer, error)
-        self.release(sending.way, len(sending.payload))
+        self._release(sending.way, len(sending.payload))
 
     def authority(self) -> bytes:
         """Return a service grant over all inodes for the stores of this pool.
 
         The grant is renewed at half of its lifetime.
         """
-        now_ms = self._clock.wall_ns() // 1_000_000
-        if self._authority_ends_ms - now_ms < AUTHORITY_S * 500:
-            self._authority_ends_ms = now_ms + int(AUTHORITY_S * 1000)
+        now_ms = (primitives.wall_ns() if self._is_system else self._clock.wall_ns()) // 1_000_000
+        if self._authority_ends_ms - now_ms < _RENEWED_MS:
+            self._authority_ends_ms = now_ms + _LIFE_MS
             self._authority = sign(
                 Grant(SERVICE, 0, self._target, 0, 0, self._authority_ends_ms), self._secret
             )

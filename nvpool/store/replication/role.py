@@ -2,26 +2,26 @@
 
 In a chain with one member, the target is head and tail. So `write_now` commits a write in the step that gives
 it a version, at no extra cost. For a chunk with several members (`is_shared`), `store/replication/chain_writes`
-handles the writes. The caller is `store/server/service`. Apart from the fast path for first writes
-(server/fast_first_writes), no other code writes client data to the store.
+handles the writes. The callers are `store/server/service` and `store/server/writes`. No other code writes
+client data to the store.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
 
 from nvpool.core.clock import Clock
 from nvpool.core.errors import BytesLost, NotSupported, WrongTarget
 from nvpool.core.ids import RequestId
+from nvpool.poolmap import file_layout
 from nvpool.poolmap.chains.protocol import ChainPosition, Offer, place_in
-from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.security.xts import BlockCipher
-from nvpool.store.chunks.api import ChunkStore, Placed
-from nvpool.store.replication.chain_writes import ChainWrites, OnEnd, Pending, ReplicaRepairs
+from nvpool.store.chunk_write import ChunkWrite, Placed
+from nvpool.store.chunks.api import ChunkStore
+from nvpool.store.replication.chain_writes import ChainWrites, OnDecided, OnEnd, Pending, ReplicaRepairs
 from nvpool.store.replication.lost_blocks import LostBlocks
-from nvpool.store.replication.peer_connections import PeerDialer, ReplicaPeers, Write
+from nvpool.store.replication.peer_connections import PeerDialer, ReplicaPeers
 
 
 class Replica:
@@ -41,8 +41,10 @@ class Replica:
         dialer: PeerDialer | None = None,
         repairs: ReplicaRepairs | None = None,
         ask_map: Callable[[], None] = lambda: None,
+        holds_lease: Callable[[], bool] = lambda: True,
     ):
-        self._store = store
+        """`holds_lease` says whether the serving lease of this target holds."""
+        self._store, self._writer = store, store.writer
         self._target = target
         self.chain_epochs: dict[int, list[int]] | None = None
         """Epochs of the chains by table.
@@ -59,7 +61,14 @@ class Replica:
         if dialer is not None and repairs is not None:
             self.peers = ReplicaPeers(target, dialer, clock, secret)
             self.writes = ChainWrites(
-                store, target, self.peers, clock, repairs, place_of=self.place, ask_map=ask_map
+                store,
+                target,
+                self.peers,
+                clock,
+                repairs,
+                place_of=self.place,
+                ask_map=ask_map,
+                holds_lease=holds_lease,
             )
         self.pending: dict[tuple[int, int], Pending] = {} if self.writes is None else self.writes.pending
         """Chunks with an undecided write."""
@@ -91,7 +100,7 @@ class Replica:
     def place(self, table: int, inode: int, index: int) -> ChainPosition | None:
         """Return the position of this target in the chunk's chain."""
         places = self.places.get(table or 1)
-        return places[chain_of(inode, index)] if places is not None else None
+        return places[file_layout.chain_of(inode, index)] if places is not None else None
 
     def is_full_member(self, number: int) -> bool:
         """Whether this target is a full member of this chain in each table."""
@@ -109,55 +118,28 @@ class Replica:
             raise WrongTarget(f"chunk {index} of inode {inode} belongs to other targets")
         return len(place.members) > 1 or (inode, index) in self.pending
 
-    def try_submit(self, write: Write, on_end: OnEnd) -> bool:
+    def try_submit(self, write: ChunkWrite, on_end: OnEnd) -> bool:
         """See ChainWrites.try_submit."""
         return self.writes is not None and self.writes.try_submit(write, on_end)
 
-    async def lead(self, write: Write, deadline_s: float) -> int:
+    async def lead(self, write: ChunkWrite, deadline_s: float) -> int:
         """See ChainWrites.lead."""
         if self.writes is None:
             raise NotSupported("this store does not reach the other targets of the chunk")
         return await self.writes.lead(write, deadline_s)
 
-    def follow(self, offer: Offer, link: int, write: Write) -> int | asyncio.Future[int]:
+    def follow(self, offer: Offer, link: int, write: ChunkWrite, on_decided: OnDecided) -> int:
         """See ChainWrites.follow."""
         if self.writes is None:
             raise NotSupported("this store does not take part in chains")
-        return self.writes.follow(offer, link, write)
+        return self.writes.follow(offer, link, write, on_decided)
 
-    def write_now(
-        self,
-        inode: int,
-        index: int,
-        offset: int,
-        buffer: memoryview,
-        checksums: bytes,
-        *,
-        cut: int,
-        request: RequestId | None,
-        version: int = 0,
-        placed: Placed | None = None,
-        table: int = 0,
-        cipher: BlockCipher | None = None,
-    ) -> int:
-        """See ChunkStore.write_now; only for a chunk that is not shared.
+    def write_now(self, write: ChunkWrite, placed: Placed | None) -> int:
+        """See ChunkStore.write_now; only for a chunk that is not shared. `placed`: its staged blocks.
 
         WrongTarget: the chunk's chain is not ours; fetch the map and choose the target again.
         """
-        return self._store.write_now(
-            inode,
-            index,
-            offset,
-            buffer,
-            checksums,
-            cut=cut,
-            request=request,
-            epoch=self._epoch(table, inode, index),
-            version=version,
-            placed=placed,
-            table=table,
-            cipher=cipher,
-        )
+        return self._writer.write_now(write, self._epoch(write.table, write.inode, write.index), 0, placed)
 
     async def copy(
         self,
@@ -184,7 +166,7 @@ class Replica:
 
             Also raises the errors of `copy`: the chunk may have become shared while the copy waited.
             """
-            self._epoch(0, *source[:2])
+            self._epoch(0, source[0], source[1])
             if any(self.losing.since(0, *name) is not None for name in (source[:2], (inode, index))):
                 raise BytesLost("chunks of which something was lost are copied by reading and writing them")
             if (self.shares and self.is_shared(table, inode, index)) or self._epoch(
@@ -214,8 +196,8 @@ class Replica:
         """
         if self.chain_epochs is None:
             return 1
-        epochs = self.chain_epochs.get(table or self._store.table_of(inode, index))
-        epoch = (epochs or self.chain_epochs[0])[chain_of(inode, index)]
+        epochs = self.chain_epochs.get(table or self._store.table_of(inode, index)) or self.chain_epochs[0]
+        epoch = epochs[file_layout.chain_of(inode, index)]
         if not epoch:
             raise WrongTarget(f"chunk {index} of inode {inode} belongs to other targets")
         return epoch

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from nvpool.core.clock import Clock
 from nvpool.rpc.api import Call
@@ -24,7 +24,16 @@ from nvpool.store.chunks.read_batch import READ, RESULT
 if TYPE_CHECKING:
     from nvpool.core import grants
     from nvpool.store.chunks.api import ReadBatch
-    from nvpool.store.server.write_batch import WriteBatch
+
+
+class _Written(Protocol):
+    """Writes of one request, as they are counted."""
+
+    session: int
+
+    @property
+    def headers(self) -> list[tuple[int, ...]]: ...
+
 
 ROW = struct.Struct("<QQQQdQQdQQ")
 """Layout of one row; see UseReply."""
@@ -82,7 +91,7 @@ class IoStats:
             row[1] += length
             row[2] += took_s
 
-    def wrote(self, call: Call, batch: WriteBatch) -> None:
+    def wrote(self, call: Call, batch: _Written) -> None:
         if not self._watched():
             return
         took_s = self._clock.boottime_s() - call.since_s

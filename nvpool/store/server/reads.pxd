@@ -14,6 +14,7 @@ from nvpool.store.disk.bad_blocks cimport Quarantine
 from nvpool.store.disk.index_records cimport IndexSegment
 from nvpool.store.server.io_stats cimport IoStats
 from nvpool.store.server.serving_lease cimport ServingLease
+from nvpool.store.server.writes cimport Writes
 
 cdef Py_ssize_t _BLOCKS_MAX, _LARGE_BLOCKS_MAX, _OUT_BYTES_MAX, _FRAME_BYTES, _REQUEST_BYTES, _REAP_MAX, _IN_FLIGHT_MAX, _RING_ENTRIES
 cdef uint32_t _BLOCK_MASK, _SEGMENT_BITS, _SEGMENT_MASK, _CLIENT_CACHES, _UNCHECKED, _READ, _SERVICE
@@ -39,7 +40,7 @@ cdef class ColdRead:
 cdef class Reads:
     cdef public uint64_t epoch
     cdef public bint open
-    cdef public object writes
+    cdef public Writes writes
     cdef object _store, _readings, _device, _clock, _direct_reads, _loop
     cdef dict _grants, _pending, _waits
     cdef Index _index

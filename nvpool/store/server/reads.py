@@ -131,7 +131,7 @@ class Reads:
     """Reads of one target that are answered from frame to frame.
 
     `epoch` is that of the served map, 0 while nothing must be answered here. `open` is True until the service is
-    closed. `writes` answers write frames in the same way (_fast_first_writes.FastFirstWrites), or is None.
+    closed. `writes` handles the frames of writes (store/server/writes), or is None.
     """
 
     def __init__(
@@ -173,8 +173,8 @@ class Reads:
 
     @property
     def waiting(self) -> int:
-        """Reads that the drive has not completed, and writes that wait for other members of their chains."""
-        return self._inside + (0 if self.writes is None else self.writes.waiting)
+        """Reads that the drive has not completed."""
+        return self._inside
 
     def _now_s(self) -> float:
         return primitives.boottime_s() if self._is_system else self._clock.boottime_s()
@@ -216,7 +216,7 @@ class Reads:
                 if self.writes is None:
                     break
                 count = len(out)
-                length = self.writes.answer(buffer, at, end, self.epoch, in_work, reply_stats, out, side)
+                length = self.writes.answer(buffer, at, end, in_work, reply_stats, out, side)
                 if not length:
                     break
                 at += length
@@ -475,8 +475,6 @@ class Reads:
 
         Data that arrives for reads is dropped.
         """
-        if self.writes is not None:
-            self.writes.give_up()
         waits, self._waits = self._waits, {}
         for one in waits:
             if not one.cancelled:

@@ -19,7 +19,7 @@ import logging
 import math
 import os
 import struct
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from google.protobuf.message import DecodeError
@@ -37,7 +37,6 @@ from nvpool.core.errors import (
     NvpoolError,
     StaleEpoch,
     StaleGrant,
-    StaleVersion,
     WrongTarget,
 )
 from nvpool.core.ids import RequestId
@@ -46,7 +45,6 @@ from nvpool.poolmap.model import PoolMap
 from nvpool.rpc.access_control import Callers
 from nvpool.rpc.api import Call
 from nvpool.rpc.fd_passing import Handover
-from nvpool.rpc.messages.peer_messages import PeerWriteReply, PeerWriteRequest
 from nvpool.rpc.messages.read_write_codec import (
     LOCATE_BYTES_MAX,
     LOCATE_ENTRIES_MAX,
@@ -57,7 +55,6 @@ from nvpool.rpc.messages.read_write_codec import (
     SAME_VERSION,
     decode_read_request,
     encode_read_reply,
-    encode_write_reply,
 )
 from nvpool.rpc.peer_roles import Role
 from nvpool.rpc.v1 import data_pb2 as pb
@@ -69,28 +66,23 @@ from nvpool.store.chunks.read_batch import READ
 from nvpool.store.maintenance.background import RESYNC_BYTES_PER_S, BackgroundWork
 from nvpool.store.maintenance.scrub_schedule import INTERVAL_S, SCRUB_BYTES_PER_S
 from nvpool.store.replication.lost_blocks import Owners
-from nvpool.store.replication.peer_connections import PeerDialer, peer_write
+from nvpool.store.replication.peer_connections import PeerDialer
 from nvpool.store.replication.role import Replica
 from nvpool.store.replication.transfer_server import TransferServer
 from nvpool.store.server.admin_handlers import StoreAdminHandlers
-from nvpool.store.server.fast_first_writes import answer_new_writes
 from nvpool.store.server.io_stats import IoStats
 from nvpool.store.server.map_state import MapState
 from nvpool.store.server.reads import close_reads, open_reads
 from nvpool.store.server.request_limits import check_entries, check_grants, check_read_bytes
 from nvpool.store.server.serving_lease import ServingLease
-from nvpool.store.server.single_write import SingleWrites
 from nvpool.store.server.status import StatusHandlers
 from nvpool.store.server.verified_grants import VerifiedGrants
-from nvpool.store.server.write_batch import WRITE, ChainWrite, WriteBatch
+from nvpool.store.server.waiting_calls import WaitingCalls
+from nvpool.store.server.writes import Writes
 
 log = logging.getLogger(__name__)
 
 EXTENT = struct.Struct("<III")
-WAITING_MAX = 8192
-"""Waiting calls allowed at the same time, over all connections; further calls get Busy."""
-WAITING_PER_PEER_MAX = WAITING_MAX // 4
-"""Waiting calls of one peer that is not trusted, so that no peer takes the places of all others."""
 TEND_S = 1.0
 
 
@@ -134,15 +126,7 @@ class StoreService:
         self.verified_grants = VerifiedGrants(grant_secret, clock, self._rights_taken)
         self.grant, self.known_grants = self.verified_grants.grant, self.verified_grants.known
         self.use = IoStats(clock, self.known_grants)
-        self._tasks: set[asyncio.Task] = set()
-        self._begun: dict[Call, str] = {}
-        """Calls that wait without a task, with their peer as in `_waiting_of`.
-
-        These are reads that wait for the drive, and writes that wait for the successor.
-        """
-        self._waiting_of: dict[str, int] = {}
-        """Number of waiting calls by peer (CallerRights.account), for peers that are not trusted."""
-        self._no_calls: asyncio.Future | None = None
+        self.waiting_calls = WaitingCalls(self.callers, self._reads_waiting)
         self.tending: asyncio.Task | None = None
         self.ended_equal = False
         """Set by `close`: this member ends in step with its chains.
@@ -180,40 +164,46 @@ class StoreService:
             dialer=dialer,
             repairs=None if self.upkeep is None else self.upkeep.replica_repairs,
             ask_map=refresh_map or (lambda: None),
+            holds_lease=self.serving_lease.holds,
         )
         self.transfer_server = giving = TransferServer(
             store,
             self.replica,
             target,
             parse=self._parse,
-            authority=self._authority,
-            later=self._later,
+            authority=self.verified_grants.check_service,
+            later=self.waiting_calls.later,
             busy=lambda: self.waiting,
         )
         orders = StoreAdminHandlers(
             store,
             self.upkeep,
             parse=self._parse,
-            authority=self._authority,
-            later=self._later,
+            authority=self.verified_grants.check_service,
+            later=self.waiting_calls.later,
             epoch=lambda: self.map_state.epoch,
         )
         self.fast_path = open_reads(
             target, self.known_grants, store, self.replica.pending, self.serving_lease, self.use, clock
         )
         """Reads from frame to frame, which a listener tries first; None if `handle` gets every request."""
-        answer_new_writes(self, grant_secret)
-        self._new_writes = getattr(self.fast_path, "writes", None)
-        self.single_writes = SingleWrites(
+        self.writes = Writes(
             target,
+            store,
             self.replica,
             self.map_state,
-            store=store,
-            grant=self.grant,
-            use=self.use,
+            verified_grants=self.verified_grants,
+            callers=self.callers,
+            waiting=self.waiting_calls,
             serving_lease=self.serving_lease,
+            use=self.use,
             clock=clock,
+            check_epoch=self._check_epoch,
+            is_node=self._is_node,
+            volume_key=self.volume_key,
         )
+        if self.fast_path is not None:
+            self.fast_path.writes = self.writes
         status = StatusHandlers(
             target,
             store,
@@ -231,7 +221,7 @@ class StoreService:
         self.measure = status.measure
         self.methods: dict[int, Callable[[Call], None]] = {
             Method.DATA_READ: self._read,
-            Method.DATA_WRITE: self._write,
+            Method.DATA_WRITE: self.writes.write,
             Method.DATA_FLUSH: self._flush,
             Method.DATA_CUT: self._cut,
             Method.DATA_REMOVE: self._remove,
@@ -242,7 +232,7 @@ class StoreService:
             Method.DATA_LIST: status.list_inodes,
             Method.DATA_SCRUB: orders.scrub,
             Method.DATA_STATUS: status.report,
-            Method.DATA_PEER_WRITE: self._peer_write,
+            Method.DATA_PEER_WRITE: self.writes.peer_write,
             Method.DATA_SCRUB_ORDER: orders.scrub_order,
             Method.DATA_VERSIONS: giving.versions,
             Method.DATA_FETCH: giving.fetch,
@@ -301,21 +291,11 @@ class StoreService:
             await close_reads(self.fast_path, drain_s)
         if self.handover is not None:
             self.handover.close()
-        waiting: set[asyncio.Future] = set(self._tasks)
-        if self._begun:
-            self._no_calls = asyncio.get_running_loop().create_future()
-            waiting.add(self._no_calls)
-        if waiting and drain_s > 0:
-            await asyncio.wait(waiting, timeout=drain_s)
-        begun, self._begun = self._begun, {}
-        for call, account in begun.items():
-            self._has_waited(account)
-            call.fail(Draining())
+        await self.waiting_calls.drained(drain_s)
+        self.waiting_calls.fail_begun()
         if self.upkeep is not None:
             await self.upkeep.close()
-        for task in list(self._tasks):
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await self.waiting_calls.cancel_tasks()
         await self.stop_tending()
         self.ended_equal = not self.replica.pending
         await self.replica.close()
@@ -370,65 +350,6 @@ class StoreService:
         if target != self.target:
             raise WrongTarget(f"this is target {self.target}, not {target}")
 
-    def _take_place(self, call: Call) -> str:
-        """Count a call that will wait; return the peer to pass to `_has_waited` when it no longer does.
-
-        Busy: too many calls wait, over all peers or of this one.
-        """
-        if self.waiting_count >= WAITING_MAX:
-            raise Busy(f"{WAITING_MAX} requests wait for this target already; ask for less in parallel")
-        account = self.callers.of(call.peer).account
-        if account:
-            count = self._waiting_of.get(account, 0)
-            if count >= WAITING_PER_PEER_MAX:
-                raise Busy(
-                    f"{count} requests of {account} wait for this target already; ask for less in parallel"
-                )
-            self._waiting_of[account] = count + 1
-        return account
-
-    def _has_waited(self, account: str) -> None:
-        if account:
-            left = self._waiting_of[account] - 1
-            if left:
-                self._waiting_of[account] = left
-            else:
-                del self._waiting_of[account]
-
-    def _has_ended(self, call: Call) -> bool:
-        """Remove a call that waited without a task. False: `close` has already failed this call."""
-        if call not in self._begun:
-            return False
-        self._has_waited(self._begun.pop(call))
-        if self._no_calls is not None and not self._begun and not self._no_calls.done():
-            self._no_calls.set_result(None)
-        return True
-
-    def _later(self, call: Call, work: Coroutine) -> None:
-        try:
-            account = self._take_place(call)
-        except Busy:
-            work.close()
-            raise
-        task = asyncio.get_running_loop().create_task(self._answered(call, work))
-        self._tasks.add(task)
-        task.add_done_callback(partial(self._later_ended, work, account))
-
-    def _later_ended(self, work: Coroutine, account: str, task: asyncio.Task) -> None:
-        self._tasks.discard(task)
-        self._has_waited(account)
-        work.close()  # for a task that was cancelled before its first step
-
-    @staticmethod
-    async def _answered(call: Call, work: Coroutine) -> None:
-        try:
-            await work
-        except asyncio.CancelledError:
-            call.fail(Draining())
-            raise
-        except Exception as error:  # the border: the transport distinguishes nvpool errors from bugs
-            call.fail(error)
-
     def _check_epoch(self, epoch: int, chunks: Callable[[], Iterable[tuple[int, int]]]) -> None:
         """Check that these chunks' chains have not changed since the caller's map; else StaleEpoch.
 
@@ -454,11 +375,11 @@ class StoreService:
 
     @property
     def waiting_count(self) -> int:
-        return (
-            len(self._tasks)
-            + len(self._begun)
-            + (self.fast_path.waiting if self.fast_path is not None else 0)
-        )
+        return self.waiting_calls.count
+
+    def _reads_waiting(self) -> int:
+        """Number of single reads that wait for the drive."""
+        return self.fast_path.waiting if self.fast_path is not None else 0
 
     @property
     def waiting(self) -> bool:
@@ -470,11 +391,8 @@ class StoreService:
     def _rights_taken(self, any_left: bool) -> None:
         """Handle a change of revoked rights.
 
-        While there are revoked rights, disable fast paths that do not look a grant up in `known`, and
-        invalidate all location leases.
+        While there are revoked rights, all location leases are invalid.
         """
-        if self._new_writes is not None:
-            self.fast_path.writes = None if any_left else self._new_writes
         if any_left and self.store.location_leases is not None:
             self.store.location_leases.changing_all()
 
@@ -484,13 +402,6 @@ class StoreService:
         KeyMissing: this store cannot unwrap the key.
         """
         return VolumeKey(wrapped, self._pool_keys.cipher(wrapped)) if wrapped else None
-
-    def _authority(self, raw: bytes) -> None:
-        grant = self.grant(raw, self.clock.wall_ns() // 1_000_000)
-        if grant is None:
-            raise StaleGrant
-        if not grant.rights & grants.SERVICE:
-            raise AccessDenied("only a metadata service may do this")
 
     def _grants(self, call: Call, raws: Sequence[bytes]) -> list[grants.Grant | None]:
         """Return the verified grants of a batch, None for each that is not valid for this caller.
@@ -535,7 +446,7 @@ class StoreService:
                 owners.append(ALL_INODES if self._is_node(call) else NO_INODE)
             tables.append(0 if owners[-1] in (NO_INODE, ALL_INODES) else grant.table)
         if self.replica.pending and self.replica.is_pending(fields[:2] for fields in READ.iter_unpack(reads)):
-            self._later(call, self._read_decided(call, epoch, reads, (owners, tables), verify))
+            self.waiting_calls.later(call, self._read_decided(call, epoch, reads, (owners, tables), verify))
         else:
             self._begin_read(call, epoch, reads, (owners, tables), verify)
 
@@ -553,11 +464,11 @@ class StoreService:
         batch = self.store.read_now(reads, whose[0], verify, call.room)
         self.replica.losing.refuse(batch, lost)
         if batch.missed:
-            self._begun[call] = self._take_place(call)
+            self.waiting_calls.begin(call)
             try:
                 self.store.begin_finish(batch, partial(self._read_came, call, epoch, reads, batch))
             except BaseException:
-                self._has_waited(self._begun.pop(call, ""))
+                self.waiting_calls.withdraw(call)
                 raise
         else:
             self._answer_read(call, epoch, reads, batch)
@@ -565,7 +476,7 @@ class StoreService:
     def _read_came(
         self, call: Call, epoch: int, reads: bytes, batch: ReadBatch, error: BaseException | None
     ) -> None:
-        if not self._has_ended(call):
+        if not self.waiting_calls.end(call):
             return
         try:
             if error is not None:
@@ -647,123 +558,11 @@ class StoreService:
             ).SerializeToString()
         )
 
-    # -- writes ------------------------------------------------------------------------------------------------------
-
-    def _write(self, call: Call) -> None:
-        if self.single_writes.try_write(call):
-            return
-        request = self._parse(pb.WriteRequest, call)
-        check_entries("writes", request.writes, WRITE)
-        if request.map_epoch != self.map_state.epoch:
-            self._check_epoch(
-                request.map_epoch, lambda: (fields[0:4:3] for fields in WRITE.iter_unpack(request.writes))
-            )
-        work = WriteBatch(
-            self, request, memoryview(call.payload), call.deadline_s, self._grants(call, request.grants)
-        )
-        self._go_on_write(call, work)
-
-    def _go_on_write(self, call: Call, work: WriteBatch) -> None:
-        """Continue a batch: answer it, begin its next chain write without a task, or wait in a task."""
-        until = work.go_on()
-        if until is None:
-            self.answer_write(call, work)
-        elif type(until) is not ChainWrite or not self._submit(call, work, until):
-            self._later(call, self._finish_write(call, work, until))
-
-    def _submit(self, call: Call, work: WriteBatch, write: ChainWrite) -> bool:
-        self._begun[call] = self._take_place(call)
-        is_begun = False
-        try:
-            is_begun = write.try_submit(partial(self._chain_write_ended, call, work, write))
-        finally:
-            if not is_begun:
-                self._has_waited(self._begun.pop(call, ""))
-        return is_begun
-
-    def _chain_write_ended(self, call: Call, work: WriteBatch, write: ChainWrite, version: int) -> None:
-        if not self._has_ended(call):
-            return
-        try:
-            if (
-                not version
-            ):  # a task continues the write; the repeated request waits for it, or makes it again
-                self._later(call, self._finish_write(call, work, write))
-                return
-            write.ended(version)
-            if call.deadline_s < self.clock.boottime_s():
-                work.refuse_rest(DeadlineExceeded.wire_code)
-                self.answer_write(call, work)
-            elif not call.cancelled:  # else the client may have written again
-                self._go_on_write(call, work)
-        except Exception as error:  # the border, as in `_answered`
-            call.fail(error)
-
-    async def _finish_write(self, call: Call, work: WriteBatch, until) -> None:
-        try:
-            while until is not None:
-                if call.cancelled:
-                    return
-                await until()
-                # The client gave up and may have written again: this write must not be applied after that
-                # one.
-                if call.cancelled:
-                    return
-                if call.deadline_s < self.clock.boottime_s():
-                    work.refuse_rest(DeadlineExceeded.wire_code)
-                    break
-                until = work.go_on()
-        finally:
-            work.drop_placed()
-        self.answer_write(call, work)
-
-    def answer_write(self, call: Call, work: WriteBatch) -> None:
-        """Reply with the results of a batch of writes; refused if the serving lease has ended."""
-        if self.serving_lease.shared:
-            self.serving_lease.check()
-        if self.use.on:
-            self.use.wrote(call, work)
-        call.reply(encode_write_reply(self.map_state.epoch, work.results))
-
-    def _peer_write(self, call: Call) -> None:
-        request = self._parse(PeerWriteRequest, call)
-        self._authority(request.authority)
-        try:
-            offer, write = peer_write(request, call.payload, self.volume_key(request.wrapped_key))
-            version = self.replica.follow(offer, request.link, write)
-        except NvpoolError as error:
-            self._answer_peer(call, error)
-            return
-        if isinstance(version, int):
-            self._peer_committed(call, version)
-        else:
-            version.add_done_callback(partial(self._peer_decided, call))
-
-    def _peer_decided(self, call: Call, decided: asyncio.Future[int]) -> None:
-        error = decided.exception()
-        if error is None:
-            self._peer_committed(call, decided.result())
-        else:
-            self._answer_peer(call, error)
-
-    def _peer_committed(self, call: Call, version: int) -> None:
-        call.reply(PeerWriteReply(map_epoch=self.map_state.epoch, version=version).SerializeToString())
-
-    def _answer_peer(self, call: Call, error: BaseException) -> None:
-        if isinstance(error, StaleVersion):
-            call.reply(
-                PeerWriteReply(
-                    map_epoch=self.map_state.epoch, status=error.wire_code, version=error.version
-                ).SerializeToString()
-            )
-        else:
-            call.fail(error)
-
     # -- other requests ----------------------------------------------------------------------------------------------
 
     def _flush(self, call: Call) -> None:
         self._parse(pb.FlushRequest, call)
-        self._later(call, self._do_flush(call))
+        self.waiting_calls.later(call, self._do_flush(call))
 
     async def _do_flush(self, call: Call) -> None:
         await self.store.flush()
@@ -771,8 +570,8 @@ class StoreService:
 
     def _cut(self, call: Call) -> None:
         request = self._parse(pb.CutRequest, call)
-        self._authority(request.authority)
-        self._later(call, self._do_cut(call, request))
+        self.verified_grants.check_service(request.authority)
+        self.waiting_calls.later(call, self._do_cut(call, request))
 
     async def _do_cut(self, call: Call, request: pb.CutRequest) -> None:
         what = request.inode, request.size, request.cut, request.chunk_bits, request.end
@@ -785,10 +584,10 @@ class StoreService:
 
     def _remove(self, call: Call) -> None:
         request = self._parse(pb.RemoveRequest, call)
-        self._authority(request.authority)
+        self.verified_grants.check_service(request.authority)
         if len(request.inodes) % 8:
             raise InvalidRequest("not a list of inode numbers")
-        self._later(call, self._do_remove(call, request))
+        self.waiting_calls.later(call, self._do_remove(call, request))
 
     async def _do_remove(self, call: Call, request: pb.RemoveRequest) -> None:
         inodes = [inode for (inode,) in struct.iter_unpack("<Q", request.inodes)]
@@ -851,7 +650,7 @@ class StoreService:
         if (source.rights | right.rights) & grants.ENCRYPTED:
             raise NotSupported("chunks of encrypted volumes are copied by reading and writing them")
         table = 0 if right.rights & grants.SERVICE else right.table
-        self._later(call, self._do_copy(call, request, table))
+        self.waiting_calls.later(call, self._do_copy(call, request, table))
 
     async def _do_copy(self, call: Call, request: pb.CopyRequest, table: int) -> None:
         def given_up() -> bool:

@@ -149,7 +149,7 @@ def leak(store, count):
     """Mark blocks as used that no chunk names."""
     transaction = Transaction()
     store.allocator.allocate(transaction, count)
-    store.apply(transaction, [])
+    store.writer.apply(transaction, [])
     return transaction.taken
 
 
@@ -158,7 +158,7 @@ def unmark(store, inode, block):
     place = store.index.chunk(inode, 0).segments[0].disk[block]
     transaction = Transaction()
     transaction.free((place, 1))
-    store.apply(transaction, [])
+    store.writer.apply(transaction, [])
     return place
 
 

@@ -16,7 +16,8 @@ from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.store.chunks.api import StoreOptions, create_chunk_store
 from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.disk.allocator import GROUP_BLOCKS, encode_bitmap, encode_deltas
-from nvpool.store.disk.device import BufferPool, FileDevice
+from nvpool.store.disk.buffer_pool import BufferPool
+from nvpool.store.disk.device import FileDevice
 from nvpool.store.disk.index_records import (
     Head,
     IndexSegment,

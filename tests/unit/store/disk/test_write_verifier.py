@@ -21,6 +21,7 @@ from nvpool.kv.memory_engine import MemoryKv
 from nvpool.poolmap.chains.transitions import died, joined, restarted, returned, vouched
 from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import changed
+from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.store.chunks.api import StoreOptions
 from nvpool.store.chunks.block_store import BlockChunkStore
 from nvpool.store.disk import write_verifier
@@ -37,6 +38,21 @@ def in_loop(test):
         asyncio.run(asyncio.wait_for(test(*arguments, **named), 120))
 
     return run
+
+
+class Unanswered:
+    """A call whose reply never leaves."""
+
+    def __init__(self, call):
+        self._call = call
+
+    def __getattr__(self, name):
+        return getattr(self._call, name)
+
+    def reply(self, message=b"", payload=()):
+        pass
+
+    fail = reply
 
 
 class Losing:
@@ -216,7 +232,9 @@ async def test_write_repeated_after_a_dead_head_is_not_lost():
     async with Losing(2) as one:
         handle = await one.file(b"file", b"x" * 9000)
         head = one.head_of(handle)
-        one.pool.stores[head].answer_write = lambda call, work: None  # the head dies before it replies
+        methods = one.pool.stores[head].methods
+        write = methods[Method.DATA_WRITE]
+        methods[Method.DATA_WRITE] = lambda call: write(Unanswered(call))  # the head dies before it replies
         writing = asyncio.create_task(one.vfs.write(handle, 0, b"y" * 9000))
         flushing = asyncio.create_task(one.vfs.flush(handle))
         chunk = handle.inode, 0

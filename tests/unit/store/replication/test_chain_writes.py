@@ -23,7 +23,7 @@ from nvpool.poolmap.file_layout import chain_of
 from nvpool.poolmap.model import PoolMap, changed
 from nvpool.rpc.messages.read_write_codec import encode_read_request
 from nvpool.rpc.v1.wire_pb2 import Method
-from nvpool.store.chunks.api import ALL_INODES, InodeCut, MustWait
+from nvpool.store.chunks.api import ALL_INODES, InodeCut
 from nvpool.store.chunks.read_batch import READ, RESULT
 from nvpool.store.disk.allocator import Transaction
 from nvpool.store.disk.index_records import encode_segment, segment_key
@@ -107,28 +107,28 @@ async def test_raised_cut_does_not_refuse_a_decided_write(tmp_path, raised, in_t
         inode = handle.file.inode
         head = pool.pool_map.chain(2, chain_of(inode, 0)).targets[0]
         store, writes = pool.stores[head].store, pool.stores[head].replica.writes
-        prepare, cut = store.prepare, store.held(inode, 0).cut
+        device, cut = store.device, store.held(inode, 0).cut
         known = InodeCut(inode, cut + (raised == "cut"), version(14, 120) if raised == "floor" else 0, 18)
 
         reached = 0
 
-        async def prepared_and_raised(*arguments):
+        async def raised_and_read(*arguments):
             nonlocal reached
-            placed = await prepare(*arguments)
             assert writes.pending
             await store.raise_cuts([known])
             reached += 1
-            return placed
+            return await read(*arguments)
 
-        def must_wait(*_):
-            raise MustWait(lambda: asyncio.sleep(0))
+        def missed(offsets, *_):
+            return list(range(len(offsets)))
 
-        prepare_now, last = store.prepare_now, pool.pool_map.chain(2, chain_of(inode, 0)).targets[1]
+        read_now, read = device.read_now, device.read
+        last = pool.pool_map.chain(2, chain_of(inode, 0)).targets[1]
         if in_task:
-            store.prepare, store.prepare_now = prepared_and_raised, must_wait
+            device.read_now, device.read = missed, raised_and_read
         else:
             pool.hold(last, Method.DATA_PEER_WRITE)
-        # a part of an old block would have to be read first
+        # in a task, a part of an old block has to be read first
         length = 5000 if in_task else 8192
         await vfs.write(handle, 0, b"x" * length)
         storing = asyncio.create_task(vfs.fsync(handle, False))
@@ -139,10 +139,10 @@ async def test_raised_cut_does_not_refuse_a_decided_write(tmp_path, raised, in_t
             pool.let_go(last)
         await storing
         assert reached == in_task
+        device.read_now, device.read = read_now, read
         assert not any(service.store.fenced_because for service in pool.stores.values())
         assert len({tuple(held.items()) for held in held_by(pool, inode).values() if held}) <= 2
         assert await read_all(vfs, inode, 300_000) == b"x" * length + bytes(300_000 - length)
-        store.prepare, store.prepare_now = prepare, prepare_now
         chain = pool.pool_map.chain(2, chain_of(inode, 0))
         await vfs.write(handle, 0, b"y")
         if raised == "floor":  # the client never learns of a cut that was not made

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,7 +38,7 @@ from nvpool.store.chunks.read_batch import RESULT
 from nvpool.store.disk.index_records import encode_segment, segment_key
 from nvpool.store.replication.transfer_client import OtherTargets
 from nvpool.store.server.service import StoreService
-from nvpool.store.server.write_batch import WRITE
+from nvpool.store.server.writes import WRITE
 from nvpool.testing.contracts.chunk_store import content, get, is_sound, put, some_bytes
 from nvpool.testing.contracts.chunk_transfer import everything
 from tests.unit.store.chunks.test_durability import Forgetful
@@ -375,7 +376,7 @@ class Load:
 
     def __init__(self, one, seed, inodes=8):
         self.one, self.chance, self.inodes = one, random.Random(seed), inodes
-        self.pending = set()
+        self.pending = {}
         self.locks = [asyncio.Lock() for _ in range(inodes + 1)]
         self.cuts = dict.fromkeys(range(1, inodes + 1), 0)
         self.epoch = 7
@@ -383,9 +384,7 @@ class Load:
         self.tasks = []
 
     def begin(self, tasks=4):
-        self.one.services[SOURCE].replica.is_pending = lambda names: any(
-            name in self.pending for name in names
-        )
+        self.pending = self.one.services[SOURCE].replica.pending
         self.tasks = [asyncio.ensure_future(self.run()) for _ in range(tasks)]
 
     async def end(self):
@@ -407,7 +406,7 @@ class Load:
         epoch, counter = version_parts(max(base, source.index.inode(inode).floor))
         new = version(self.epoch, 1) if self.epoch > epoch else version(epoch, counter + 1)
         named = {"version": new, "cut": self.cuts[inode], "request": RequestId(1, index, self.done)}
-        self.pending.add((inode, index))
+        self.pending[inode, index] = SimpleNamespace(older=False)
         try:
             with contextlib.suppress(
                 errors.NvpoolError, KeyError
@@ -419,7 +418,7 @@ class Load:
                 await asyncio.sleep(self.chance.choice((0, 0, 0.002)))
             await put(source, inode, index, offset, data, **named)
         finally:
-            self.pending.discard((inode, index))
+            del self.pending[inode, index]
 
     async def cut(self, inode):
         self.cuts[inode] += 1

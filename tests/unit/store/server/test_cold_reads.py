@@ -12,7 +12,7 @@ from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.store.chunks.api import create_chunk_store
 from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.read_batch import READ, RESULT
-from nvpool.store.server import service as service_module
+from nvpool.store.server import waiting_calls
 from nvpool.testing.fakes.meta_shard import PEER
 from tests.unit.store.server.test_store_service import CLIENT, Bench, FakeCall
 
@@ -146,7 +146,7 @@ async def test_close_without_drain_fails_each_read_once(bench):
 
 @cold
 async def test_waiting_reads_are_bounded(bench):
-    before, service_module.WAITING_MAX = service_module.WAITING_MAX, 2
+    before, waiting_calls.WAITING_MAX = waiting_calls.WAITING_MAX, 2
     try:
         calls = [bench.ask(1), bench.ask(2)]
         with pytest.raises(errors.Busy):
@@ -156,13 +156,13 @@ async def test_waiting_reads_are_bounded(bench):
         bench.ask(3)
         await bench.let_go()
     finally:
-        service_module.WAITING_MAX = before
+        waiting_calls.WAITING_MAX = before
 
 
 @cold
 async def test_waiting_reads_of_one_client_are_bounded(bench):
     other = Peer("two", "10.0.0.3:1", False, "client/two.0a1b2c3d")
-    before, service_module.WAITING_PER_PEER_MAX = service_module.WAITING_PER_PEER_MAX, 2
+    before, waiting_calls.WAITING_PER_PEER_MAX = waiting_calls.WAITING_PER_PEER_MAX, 2
     try:
         calls = [bench.ask(number, peer=CLIENT) for number in (1, 2)]
         with pytest.raises(errors.Busy, match=CLIENT.member):
@@ -174,7 +174,7 @@ async def test_waiting_reads_of_one_client_are_bounded(bench):
         await bench.let_go()
         assert [outcome(call)[0] for call in calls] == [[0]] * 2
     finally:
-        service_module.WAITING_PER_PEER_MAX = before
+        waiting_calls.WAITING_PER_PEER_MAX = before
 
 
 @pytest.mark.parametrize("missing", [[], [1], [0, 1, 2]])

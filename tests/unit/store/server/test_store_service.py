@@ -28,9 +28,9 @@ from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.chunks.read_batch import READ, RESULT
 from nvpool.store.replication.role import Replica
-from nvpool.store.server.service import EXTENT, WRITE, StoreService
+from nvpool.store.server.service import EXTENT, StoreService
 from nvpool.store.server.serving_lease import ServingLease
-from nvpool.store.server.write_batch import BREATH_BYTES
+from nvpool.store.server.writes import BREATH_BYTES, WRITE
 from nvpool.testing.contracts.chunk_store import is_sound
 from nvpool.testing.fakes.meta_shard import PEER
 

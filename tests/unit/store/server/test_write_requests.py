@@ -1,4 +1,4 @@
-"""Single writes within a block, processed in one step, give the same bytes and errors as batches of writes."""
+"""Requests to write: the form of the most common one and any other form give the same bytes and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.store.chunks.api import MustWait
 from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.chunks.read_batch import READ
-from nvpool.store.server.service import WRITE, StoreService
+from nvpool.store.server.service import StoreService
+from nvpool.store.server.writes import WRITE
 from nvpool.testing.fakes.meta_shard import PEER
 
 SECRET = b"k" * 32
@@ -47,21 +48,17 @@ class Call:
         self.ended.set()
 
 
+UNKNOWN = b"\xf8\x01\x01"
+"""A field that no version has: with it a message is decoded as any other."""
+
+
 class Store:
-    def __init__(self, fast: bool) -> None:
+    def __init__(self, is_common: bool) -> None:
+        self.is_common = is_common
         self.clock = ManualClock()
         self.store = MemoryChunkStore(1 << 20)
         self.service = StoreService(self.store, target=1, grant_secret=SECRET, clock=self.clock)
         self.service.map_state.epoch = 7
-        self.taken = 0
-        one = self.service.single_writes.try_write
-
-        def write_one(call) -> bool:
-            taken = fast and one(call)
-            self.taken += taken
-            return taken
-
-        self.service.single_writes.try_write = write_one
 
     async def ask(self, method, message, payload=b""):
         call = Call(method, message, payload)
@@ -110,7 +107,8 @@ class Store:
             slot=slot,
             checksums=piece_checksums(data, offset) if checksums is None else checksums,
         )
-        return await self.ask(Method.DATA_WRITE, message.SerializeToString(), data)
+        raw = message.SerializeToString()
+        return await self.ask(Method.DATA_WRITE, raw if self.is_common else raw + UNKNOWN, data)
 
     async def content(self):
         right = grants.sign(grants.Grant(grants.SERVICE, 0, 9, 0, 0, 1 << 62), SECRET)
@@ -121,7 +119,7 @@ class Store:
         )
 
 
-PLAIN = (
+WRITES = (
     {},
     {"sequence": 2, "data": b"a part"},
     {"sequence": 2, "data": b"a part"},
@@ -135,9 +133,6 @@ PLAIN = (
     {"cut": 3, "sequence": 10, "slot": 4},
     {"checksums": b"bad!", "sequence": 11},
     {"life_s": -4.9, "sequence": 12},
-)
-"""Some of these are permanently refused by the store itself."""
-NOT_PLAIN = (
     {"offset": 4095, "data": b"xy"},
     {"data": BLOCK * 2},
     {"session": 0},
@@ -164,49 +159,42 @@ NOT_PLAIN = (
 
 
 async def both(steps):
-    ordinary, fast = Store(False), Store(True)
+    other, common = Store(False), Store(True)
     for step in steps:
-        expected = await ordinary.write(**step)
-        assert await fast.write(**step) == expected, step
-    assert await fast.content() == await ordinary.content()
-    return fast
+        expected = await other.write(**step)
+        assert await common.write(**step) == expected, step
+    assert await common.content() == await other.content()
 
 
-def test_plain_write_matches_the_batch_path():
-    async def scene():
-        assert (await both(PLAIN)).taken == len(PLAIN)
-
-    asyncio.run(scene())
+def test_writes_in_a_row_match_in_both_forms():
+    asyncio.run(both(WRITES))
 
 
-@pytest.mark.parametrize("step", NOT_PLAIN, ids=str)
-def test_other_write_is_left_to_the_batch_path(step):
-    async def scene():
-        assert (await both([step])).taken == 0
-
-    asyncio.run(scene())
+@pytest.mark.parametrize("step", WRITES, ids=str)
+def test_write_matches_in_both_forms(step):
+    asyncio.run(both([step]))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_writes_match_the_batch_path(seed):
+def test_random_writes_match_in_both_forms(seed):
     dice = random.Random(seed)
     steps = [
         {
-            **dice.choice((*PLAIN, *PLAIN, *NOT_PLAIN)),
+            **dice.choice(WRITES),
             "sequence": dice.randrange(1, 60),
             "slot": dice.randrange(1, 4),
         }
         for _ in range(200)
     ]
-    assert asyncio.run(both(steps)).taken > 50
+    asyncio.run(both(steps))
 
 
 @pytest.mark.parametrize("error", (errors.NoSpace, errors.DriveFailed, errors.Fenced, errors.Busy))
 def test_drive_errors_are_reported(error):
     async def scene():
         said = []
-        for fast in (False, True):
-            store = Store(fast)
+        for is_common in (False, True):
+            store = Store(is_common)
 
             def failing(*_, **__):
                 raise error()
@@ -233,49 +221,7 @@ def test_write_waits_for_space_and_is_done_once():
 
         store.store.write_now = full
         said = await store.write()
-        assert store.taken == 0 and len(waited) == 2
+        assert len(waited) == 2
         assert said == await Store(False).write()
 
     asyncio.run(scene())
-
-
-def test_shared_or_lost_chunks_use_the_batch_path():
-    async def scene():
-        store = Store(True)
-        replica = store.service.replica
-
-        def share():
-            replica.shares, replica.is_shared = True, lambda *_: True
-
-        def alone():
-            replica.shares = False
-            del replica.is_shared
-
-        for on, off in (
-            (share, alone),
-            (lambda: replica.losing.chains.update({0: 1}), replica.losing.chains.clear),
-            (
-                lambda: setattr(store.store, "places_first", lambda *_: True),
-                lambda: delattr(store.store, "places_first"),
-            ),
-        ):
-            on()
-            assert not store.service.single_writes.try_write(_plain(store))
-            off()
-        assert store.service.single_writes.try_write(_plain(store))
-
-    asyncio.run(scene())
-
-
-def _plain(store: Store) -> Call:
-    right = grants.sign(grants.Grant(grants.WRITE, 0, 9, 1, 0, 1 << 62), SECRET)
-    message = pb.WriteRequest(
-        map_epoch=7,
-        target=1,
-        grants=[right],
-        session=9,
-        slot=1,
-        checksums=piece_checksums(BLOCK, 0),
-        writes=WRITE.pack(1, 0, 1, 0, 0, 4096, 0, 0),
-    )
-    return Call(Method.DATA_WRITE, message.SerializeToString(), BLOCK)

@@ -1,6 +1,6 @@
-"""First writes of small files in chains with several members, over frames: compiled from the client to the last member.
+"""Writes in chains with several members, over frames from the client to the last member.
 
-Members agree, and a write that the fast path cannot finish is finished by the slow path under the same name."""
+Members agree, whether they take the frames or get calls, and a write that needs a task is finished under its name."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import functools
 import os
 import random
 import tempfile
+from collections import deque
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 
 import pytest
 
 from nvpool.client.state.options import ClientOptions
+from nvpool.core import errors
 from nvpool.core.checksum import piece_checksums
 from nvpool.core.errors import Disconnected, DriveFailed, NoSpace, NvpoolError
 from nvpool.core.ids import ROOT_INODE, version
 from nvpool.core.units import MIB
 from nvpool.poolmap.chains.transitions import died
 from nvpool.poolmap.file_layout import chain_of
+from nvpool.rpc.multiplexer import ServerConnection
 from nvpool.rpc.peer_roles import Credentials, Peer
 from nvpool.rpc.stats import ReplyStats
 from nvpool.rpc.transports.frame import REQUEST, pack_head, read_head
@@ -31,8 +33,6 @@ from nvpool.store.chunks.api import InodeCut
 from nvpool.testing.fakes.stalling_pool import StallingPool
 from tests.unit.store.replication.test_chain_writes import ME, check_replicas, held_by, read_all
 
-pytestmark = pytest.mark.compiled
-
 OPTIONS = ClientOptions(
     deadline_s=20.0, fresh_s=0.0, attr_s=0.0, release_s=0.01, retry_first_s=0.001, short_circuit=False
 )
@@ -40,9 +40,9 @@ CHAIN_METHODS = DATA_WRITE, DATA_PEER_WRITE
 
 
 class FramePool(StallingPool):
-    """A pool at unix sockets whose stores use their fast paths, apart from `slow` targets and held methods.
+    """A pool at unix sockets whose stores take frames, apart from `slow` targets, which get calls like held methods.
 
-    `asked` counts requests that took the slow path.
+    `asked` counts requests that became calls of the connection.
     """
 
     def __init__(self, directory, sockets, **options):
@@ -95,7 +95,7 @@ class Scene:
         return handle
 
     async def warm(self):
-        """Let each member know the links of the others: the first write of a link takes the slow path."""
+        """Let each member connect to the others."""
         table = self.pool.pool_map.table_by_id[self.replicas]
         wanted = {chain.targets for chain in table.chains}
         while wanted:
@@ -113,7 +113,7 @@ class Scene:
         for service in self.pool.stores.values():
             store, writes = service.store, service.replica.writes
             assert not store.fenced_because
-            assert not writes.pending and not writes.led_bytes and not service.fast_path.waiting
+            assert not writes.pending and not writes.led_bytes and not service.waiting_count
             assert not store.allocator.held_masks
             assert store.allocator.available_blocks == sum(store.allocator.spare)
             assert store.allocator.used_blocks + store.allocator.available_blocks == store.block_count
@@ -143,7 +143,7 @@ def in_loop(test):
 
 @pytest.mark.parametrize("replicas", [2, 3])
 @in_loop
-async def test_first_writes_use_the_fast_path_at_each_member(tmp_path, replicas):
+async def test_first_writes_arrive_as_frames_at_each_member(tmp_path, replicas):
     async with made(tmp_path, replicas, targets=3) as here:
         await here.warm()
         before = here.pool.slow_count()
@@ -153,7 +153,7 @@ async def test_first_writes_use_the_fast_path_at_each_member(tmp_path, replicas)
         handles = [await here.create() for _ in range(60)]
         await asyncio.gather(*[here.write(handle) for handle in handles])
         assert here.vfs.chunks.counters["writes"] == sent + 63
-        # a frame that came in two parts takes the slow path
+        # a frame that came in two parts becomes a call
         assert here.pool.slow_count() - before < 63
         led = {number: service.replica.writes.counters["led"] for number, service in here.pool.stores.items()}
         followed = sum(service.replica.writes.counters["followed"] for service in here.pool.stores.values())
@@ -162,7 +162,7 @@ async def test_first_writes_use_the_fast_path_at_each_member(tmp_path, replicas)
 
 
 @in_loop
-async def test_single_first_writes_take_no_slow_path(tmp_path):
+async def test_single_first_writes_are_no_calls(tmp_path):
     async with made(tmp_path) as here:
         await here.warm()
         before = here.pool.slow_count()
@@ -174,7 +174,7 @@ async def test_single_first_writes_take_no_slow_path(tmp_path):
 
 @pytest.mark.parametrize("slow", [(1,), (2,), (1, 2)], ids=str)
 @in_loop
-async def test_fast_and_slow_members_agree(tmp_path, slow):
+async def test_members_with_frames_and_calls_agree(tmp_path, slow):
     async with made(tmp_path) as here:
         await here.warm()
         here.pool.slow = set(slow)
@@ -239,7 +239,7 @@ async def test_head_that_cannot_commit_at_all_fences_itself(tmp_path):
 async def begun(here, *slow):
     """A write at target 1 whose offer the last member has and does not answer: its file, that member, its task.
 
-    These targets and the last one take no fast path.
+    These targets and the last one get calls.
     """
     await here.warm()
     handle = await here.of(head=1)
@@ -256,11 +256,11 @@ async def test_silent_last_member_is_replaced_by_the_next_map(tmp_path):
     async with made(tmp_path, targets=3) as here:
         handle, last, writing = await begun(here)
         head = here.pool.stores[1]
-        assert head.fast_path.waiting == head.waiting_count == 1
+        assert head.waiting_count == 1
         assert head.replica.is_pending([(handle.inode, 0)])
         await here.pool.change_map(lambda now: died(now, {last}))
         await writing
-        assert head.fast_path.waiting == 0
+        assert head.waiting_count == 0
         assert here.chain(handle) == (1,)
         await here.pool.stop_store(last)
         await here.check()
@@ -287,12 +287,12 @@ async def test_chain_that_changes_before_the_task_begins_keeps_the_write(tmp_pat
 async def handed_over(tmp_path, at_head, deadline_s=20.0):
     """A pending write that a task of the head continues, with the request of its client waiting for it.
 
-    `at_head`: the way on which the head took it, "fast" or "slow".
+    `at_head`: whether it came to the head as a "frame" or as a "call".
     """
     async with made(tmp_path, targets=3, deadline_s=deadline_s) as here:
-        handle, last, writing = await begun(here, *([] if at_head == "fast" else [1]))
+        handle, last, writing = await begun(here, *([] if at_head == "frame" else [1]))
         head, name = here.pool.stores[1], (handle.inode, 0)
-        assert (head.fast_path.waiting == 1) == (at_head == "fast")
+        assert head.waiting_count == 1
         writes = head.replica.writes
         assert writes.led_bytes == 4096
         writes.pending[name].offered.give_up()
@@ -301,7 +301,7 @@ async def handed_over(tmp_path, at_head, deadline_s=20.0):
         yield here, handle, last, writes, writing
 
 
-@pytest.mark.parametrize("at_head", ["fast", "slow"])
+@pytest.mark.parametrize("at_head", ["frame", "call"])
 @in_loop
 async def test_write_handed_over_to_a_task_is_counted_once(tmp_path, at_head):
     async with handed_over(tmp_path, at_head) as (here, _, last, writes, writing):
@@ -312,7 +312,7 @@ async def test_write_handed_over_to_a_task_is_counted_once(tmp_path, at_head):
         await here.check()
 
 
-@pytest.mark.parametrize("at_head", ["fast", "slow"])
+@pytest.mark.parametrize("at_head", ["frame", "call"])
 @in_loop
 async def test_request_waits_for_its_own_write_until_its_deadline(tmp_path, at_head):
     """Afterwards the bytes count for the pending write, until that is decided."""
@@ -328,13 +328,13 @@ async def test_request_waits_for_its_own_write_until_its_deadline(tmp_path, at_h
         await here.pool.stop_store(last)
 
 
-@pytest.mark.parametrize("at_head", ["fast", "slow"])
+@pytest.mark.parametrize("at_head", ["frame", "call"])
 @in_loop
 async def test_refused_version_is_not_offered_again(tmp_path, at_head):
     async with made(tmp_path) as here:
         await here.warm()
         handle = await here.of(head=1)
-        here.pool.slow.update({2} if at_head == "fast" else {1, 2})
+        here.pool.slow.update({2} if at_head == "frame" else {1, 2})
         await here.pool.stores[2].store.raise_cuts([InodeCut(handle.inode, 0, version(1, 5), 20)])
         before = here.pool.asked[2, DATA_PEER_WRITE]
         await here.write(handle)
@@ -416,7 +416,7 @@ async def test_closed_head_leaves_no_pending_write(tmp_path):
         head = here.pool.stores[1]
         async with asyncio.timeout(5):
             await here.pool.stop_store(1, drain_s=0.2)
-        assert not head.fast_path.waiting and not head.ended_equal
+        assert not head.waiting_count and not head.ended_equal
         with pytest.raises(NvpoolError):
             await writing
         here.pool.let_go(2)
@@ -452,41 +452,48 @@ NODE, USER = (
     Peer("store", "", True),
     Peer("user", "", True, credentials=Credentials(54321, frozenset({54321}), 1)),
 )
-OTHER_OFFERS = (
-    {"target": 1},
-    {"sender": 2},
-    {"sender": 0},
-    {"link": 1},
-    {"table": 1},
-    {"table": 0},
-    {"chain_epoch": 2},
-    {"chain_epoch": 0},
-    {"version": 0},
-    {"base": 5},
-    {"session": 0},
-    {"slot": 0},
-    {"slot": 128},
-    {"sequence": 1 << 63},
-    {"offset": 1},
-    {"offset": (1 << 32) - 1},
-    {"checksums": b"bad!"},
-    {"checksums": b""},
-    {"checksums": bytes(8)},
-    {"last": 2},
-    {"wrapped_key": b"key"},
-    {"authority": b""},
-    {"authority": bytes(60)},
-    {"map_epoch": 1},
+
+
+class DirectService(ServerConnection):
+    """Server side of a connection whose replies are collected."""
+
+    def __init__(self, service, peer=NODE):
+        super().__init__(service.handle, peer, service.clock)
+        self.sent = []
+
+    def _send_answer(self, number, status, message, payload, payload_bytes):
+        self.sent.append((number, status, message))
+
+
+REFUSED_OFFERS = (
+    ({"target": 1}, errors.WrongTarget),
+    ({"sender": 2}, errors.StaleEpoch),
+    ({"sender": 0}, errors.StaleEpoch),
+    ({"link": 1}, None),
+    ({"table": 1}, errors.Busy),
+    ({"chain_epoch": 2}, errors.Busy),
+    ({"chain_epoch": 0}, errors.StaleEpoch),
+    ({"version": 0}, errors.StaleVersion),
+    ({"cut": 2}, errors.StaleCut),
+    ({"offset": 1}, errors.InvalidRequest),
+    ({"offset": (1 << 32) - 1}, errors.InvalidRequest),
+    ({"checksums": b"bad!"}, errors.ChecksumMismatch),
+    ({"checksums": b""}, errors.InvalidRequest),
+    ({"checksums": bytes(8)}, errors.InvalidRequest),
+    ({"wrapped_key": b"key"}, errors.CorruptRecord),
+    ({"authority": b""}, errors.StaleGrant),
+    ({"authority": bytes(60)}, errors.StaleGrant),
 )
 
 
 @in_loop
-async def test_other_offers_are_left_without_side_effects(tmp_path):
+async def test_refused_offers_have_no_effects(tmp_path):
     async with made(tmp_path) as here:
         await here.warm()
         handle = await here.of(head=1)
         first, last = here.pool.stores[1], here.pool.stores[2]
-        store, side, content = last.store, SimpleNamespace(peer=NODE), bytes(range(256)) * 16
+        store, content = last.store, bytes(range(256)) * 16
+        side, user = DirectService(last), DirectService(last, USER)
         fields = {
             "target": 2,
             "authority": first.replica.peers.authority(),
@@ -499,37 +506,114 @@ async def test_other_offers_are_left_without_side_effects(tmp_path):
             "session": 9,
             "slot": 3,
             "sequence": 5,
+            "cut": 3,
             "checksums": piece_checksums(content, 0),
         }
 
-        def answered(side, changed=None, data=content, flipped=-1):
+        def answered(side, changed=None, flipped=-1):
+            """Status of the reply, from a frame or, if the frame is left, None."""
             message = pb.PeerWriteRequest(**{**fields, **(changed or {})}).SerializeToString()
-            frame = bytearray(pack_head(REQUEST, DATA_PEER_WRITE, 7, 1000, message, len(data)) + data)
+            frame = bytearray(pack_head(REQUEST, DATA_PEER_WRITE, 7, 1000, message, len(content)) + content)
             if flipped >= 0:
                 frame[flipped] ^= 1
-            out, before = [], (store.kv.sequence, store.written_bytes, store.allocator.available_blocks)
-            taken = last.fast_path.answer(frame, len(frame), {}, ReplyStats(), out, side)
+            out, before = [], (store.kv.sequence, store.allocator.available_blocks)
+            taken = last.fast_path.answer(frame, len(frame), side.in_work, ReplyStats(), out, side)
             if not taken:
                 assert not out
-                assert before == (store.kv.sequence, store.written_bytes, store.allocator.available_blocks)
-            return taken == len(frame) and out
+                return None
+            (reply,) = out
+            _, code, _, _, message, _ = read_head(bytearray(reply), 0, len(reply), 0)
+            code = code or pb.PeerWriteReply.FromString(message).status
+            assert not code or before == (store.kv.sequence, store.allocator.available_blocks)
+            return code
 
-        for changed in OTHER_OFFERS:
-            assert not answered(side, changed), changed
-        for at in range(len(pb.PeerWriteRequest(**fields).SerializeToString()) + 40):
-            assert not answered(side, flipped=at), at
-        assert not answered(side, data=content[1:]) and not answered(side, data=content * 2)
-        assert not answered(None) and not answered(SimpleNamespace(peer=USER))
+        for at in range(len(pb.PeerWriteRequest(**fields).SerializeToString()) + 32):
+            assert answered(side, flipped=at) is None, at
+        assert answered(user) == errors.AccessDenied.wire_code
         writes = last.replica.writes
-        for table, value in ((writes.pending, None), (writes.turns, None)):
-            table[handle.inode, 0] = value
-            assert not answered(side)
-            del table[handle.inode, 0]
         writes.cutting[handle.inode] = [3]
-        assert not answered(side)
+        link = writes.links[1]
+        for changed, error in REFUSED_OFFERS:
+            if error is None:  # a link of an earlier connection
+                fields["link"], writes.links[1] = link - 1, link
+                assert answered(side) == errors.StaleEpoch.wire_code
+                fields["link"] = link
+            else:
+                assert answered(side, changed) == error.wire_code, changed
         del writes.cutting[handle.inode]
-        (reply,) = answered(side)
-        message = read_head(bytearray(reply), 0, len(reply), 0)[4]
-        assert pb.PeerWriteReply.FromString(message) == pb.PeerWriteReply(map_epoch=1, version=1 << 32 | 1)
+        assert answered(side) == 0
         assert store.held(handle.inode, 0).requests == ((9, 3, 5),)
-        assert not answered(side), "the chunk exists now"
+        assert store.held(handle.inode, 0).version == 1 << 32 | 1
+        assert answered(side) == 0, "a repeated offer is committed already"
+        assert answered(side, {"sequence": 6}) == errors.StaleVersion.wire_code
+
+
+@pytest.mark.parametrize("at_head", ["frame", "call", "task"])
+@in_loop
+async def test_head_without_a_lease_offers_nothing(tmp_path, at_head):
+    """It could not acknowledge the write, and its successor may be the head of a newer chain."""
+    async with made(tmp_path) as here:
+        await here.warm()
+        handle = await here.of(head=1)
+        head, asked = here.pool.stores[1], here.pool.slow_count()
+        lease, writes = head.serving_lease, head.replica.writes
+        assert lease.shared
+        until_s, lease.until_s = lease.until_s, 0.0
+        here.pool.slow.update({2} if at_head == "frame" else {1, 2})
+        if at_head == "task":
+            writes.turns[handle.inode, 0] = deque()
+        led = writes.counters["led"]
+        writing = asyncio.create_task(here.write(handle))
+        await asyncio.sleep(0.1)
+        if at_head == "task":
+            del writes.turns[handle.inode, 0]
+        await asyncio.sleep(0.1)
+        assert here.pool.asked[2, DATA_PEER_WRITE] + here.pool.asked[1, DATA_WRITE] > 0 or asked == 0
+        assert writes.counters["led"] == led and not writes.pending and not writing.done()
+        assert not here.pool.stores[2].store.held(handle.inode, 0).version
+        lease.until_s = until_s
+        await writing
+        assert writes.counters["led"] == led + 1
+        await here.check()
+
+
+@in_loop
+async def test_undecided_write_is_continued_without_a_lease(tmp_path):
+    """The successor may have committed it; only the reply to the client needs the lease."""
+    async with made(tmp_path, deadline_s=3.0) as here:
+        await here.warm()
+        handle = await here.of(head=1)
+        here.pool.slow.add(2)
+        here.pool.hold(2, DATA_PEER_WRITE)
+        writing = asyncio.create_task(here.write(handle))
+        await here.pool.until(lambda: here.pool.held[2])
+        head = here.pool.stores[1]
+        until_s, head.serving_lease.until_s = head.serving_lease.until_s, 0.0
+        here.pool.let_go(2)
+        await here.pool.until(lambda: not head.replica.pending)
+        check_replicas(here.pool, handle.inode, range(1), 2)
+        assert not writing.done()
+        head.serving_lease.until_s = until_s
+        await writing
+        await here.check()
+
+
+@in_loop
+async def test_offer_that_is_repeated_while_pending_is_answered_too(tmp_path):
+    async with made(tmp_path, replicas=3, targets=3) as here:
+        await here.warm()
+        handle = await here.of(head=1)
+        middle, last = here.chain(handle)[1:]
+        here.pool.slow.update({middle, last})
+        here.pool.hold(last, DATA_PEER_WRITE)
+        before = here.pool.asked[middle, DATA_PEER_WRITE]
+        writing = asyncio.create_task(here.write(handle))
+        await here.pool.until(lambda: here.pool.held[last])
+        writes = here.pool.stores[1].replica.writes
+        pending = writes.pending[handle.inode, 0]
+        pending.offered.give_up()
+        writes.carry_on(pending, (None, Disconnected("the reply is lost")))
+        await here.pool.until(lambda: here.pool.asked[middle, DATA_PEER_WRITE] == before + 2)
+        here.pool.let_go(last)
+        await writing
+        await here.check()

@@ -1,0 +1,2 @@
+# cython: language_level=3
+"""protocol.py is compiled without C types: its functions run for every write of a chain."""
