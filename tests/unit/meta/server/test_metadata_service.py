@@ -726,9 +726,9 @@ async def test_packed_listing_matches_message_listing(shard, client):
     cursor, more, names = 0, True, []
     while more:
         entries, listed, more = await both(client, inode=made.inode, cursor=cursor, limit=7)
-        assert [(one.name, one.cursor, one.inode, one.kind, one.attr) for one in listed] == [
-            (one.name, one.cursor, one.inode, one.kind, one.attr) for one in entries
-        ]
+        assert [
+            (one.name, one.cursor, one.inode, one.kind, one.attr.SerializeToString()) for one in listed
+        ] == [(one.name, one.cursor, one.inode, one.kind, one.attr.SerializeToString()) for one in entries]
         names += listed.names
         cursor = listed.cursor(-1)
     assert len(names) == 43 == len(set(names))

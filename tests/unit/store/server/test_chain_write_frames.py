@@ -34,7 +34,13 @@ from nvpool.testing.fakes.stalling_pool import StallingPool
 from tests.unit.store.replication.test_chain_writes import ME, check_replicas, held_by, read_all
 
 OPTIONS = ClientOptions(
-    deadline_s=20.0, fresh_s=0.0, attr_s=0.0, release_s=0.01, retry_first_s=0.001, short_circuit=False
+    late_closes=False,
+    deadline_s=20.0,
+    fresh_s=0.0,
+    attr_s=0.0,
+    release_s=0.01,
+    retry_first_s=0.001,
+    short_circuit=False,
 )
 CHAIN_METHODS = DATA_WRITE, DATA_PEER_WRITE
 

@@ -152,7 +152,9 @@ async def case(**options):
             ) as pool:
                 kept = KeptMemory(descriptor)
                 client = await pool.client(
-                    "plain", ClientOptions(retry_first_s=0.001, short_circuit=False, **options), kept=kept
+                    "plain",
+                    ClientOptions(retry_first_s=0.001, short_circuit=False, late_closes=False, **options),
+                    kept=kept,
                 )
                 yield Case(pool, client.vfs, kept)
     finally:
