@@ -14,7 +14,7 @@ from typing import Any
 
 from nvpool.core.clock import Clock
 from nvpool.core.errors import Busy, DeadlineExceeded, Draining, Fenced, NvpoolError
-from nvpool.meta.state.record_locks import LockedRecord
+from nvpool.meta.state.transaction import WaitFirst
 from nvpool.rpc.api import Call
 from nvpool.rpc.peer_limits import identify
 
@@ -110,8 +110,8 @@ class DeferredReplies:
                     try:
                         then()
                         break
-                    except LockedRecord as held:
-                        await held.wait()
+                    except WaitFirst as first:
+                        await first.wait()
         except TimeoutError:
             call.fail(
                 DeadlineExceeded(

@@ -169,6 +169,8 @@ def _open_existing(draft: Draft, request: CreateRequest, number: int, kind: int)
         draft.reply = CreateReply(elsewhere_entry(number, kind))
         return draft
     found = draft.inode(number)
+    if not found.size:
+        draft.view.check_delegation(request.change.session, number, found.mode, found.birth_ns, draft.now_ns)
     entry = InodeEntry.__new__(InodeEntry)
     entry.clear()
     draft.reply = CreateReply(entry)

@@ -178,6 +178,8 @@ def _listed(
             ]
         places = [place for place, fields in zip(places, found_inodes, strict=True) if fields is not None]
         inodes = [fields for fields in found_inodes if fields is not None]
+        if not names_alone:
+            view.check_delegations(request.session, inodes, now_ns())
         leased = view.issue_leases(request.session, inodes) if issues_leases and places else ()
         if leased:
             reply.lease_ms = view.lease_ms
@@ -227,6 +229,7 @@ def attributes(view: View, request: meta_pb2.GetAttrManyRequest, now_ns: int) ->
         # the root directory of a volume is visible to all by its name
         if fields is not None and (fields[_VOLUME] == fields[0] or may_see(fields[_VOLUME]))
     ]
+    view.check_delegations(request.session, inodes, now_ns)
     leased = view.issue_leases(request.session, inodes) if inodes else ()
     places = [(b"", 0, 0, 0)] * len(inodes)
     reply = meta_pb2.GetAttrManyReply(

@@ -55,6 +55,8 @@ def _entry(view: View, number: int, rights: int, session: int, now_ns: int) -> D
     draft = Draft.__new__(Draft)
     draft.begin(view, now_ns)
     inode = draft.inode(number)
+    if not inode.size:
+        view.check_delegation(session, number, inode.mode, inode.birth_ns, now_ns)
     entry = draft.reply = InodeEntry.__new__(InodeEntry)
     entry.clear()
     if rights:

@@ -20,6 +20,8 @@ def open_inode(view: View, request: meta_pb2.OpenRequest, now_ns: int) -> Draft:
     """
     draft = Draft(view, now_ns)
     inode = draft.inode(request.inode)
+    if not inode.size:
+        view.check_delegation(request.change.session, inode.number, inode.mode, inode.birth_ns, now_ns)
     if request.truncate:
         if inode.is_directory:
             raise IsADirectory(f"inode {inode.number} is a directory")

@@ -157,6 +157,7 @@ def _look_up_together(
         or any([fields[_FLAGS] & _MORE_TO_SAY for fields in inodes])
     ):
         return False
+    view.check_delegations(session, inodes, now_ns)
     leased = view.issue_leases(session, inodes)
     not_found, lease_ms = NotFound.wire_code, view.lease_ms
     found, remaining = reply.found, iter(inodes)

@@ -49,6 +49,7 @@ def report(view: View, request: ReportRequest, now_ns: int) -> Draft:
         ):
             # some bytes of the withdrawn append may be on stores: they must never be visible
             draft.cut(inode, inode.size)
+    draft.sized = inode.number
     if request.release:
         draft.closed = inode.number
     draft.sync = request.sync

@@ -12,7 +12,7 @@ from typing import Any
 from nvpool.core.errors import Busy
 from nvpool.meta.admin_jobs import JobReply
 from nvpool.meta.deferred_replies import DeferredReplies
-from nvpool.meta.state.record_locks import LockedRecord
+from nvpool.meta.state.transaction import WaitFirst
 from nvpool.meta.state.volume_access import VolumeAccess
 from nvpool.rpc.access_control import Callers
 from nvpool.rpc.api import Call
@@ -91,8 +91,8 @@ class CallReplies:
                     if found is not None:
                         call.reply(found.SerializeToString())
                         return
-            except LockedRecord as held:
-                await held.wait()
+            except WaitFirst as first:
+                await first.wait()
                 self._handle(call)
 
         self._waits.add(call, go_on, lambda: None)

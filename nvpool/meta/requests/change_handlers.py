@@ -295,6 +295,8 @@ class ChangeHandlers:
             table.open_inode(self._holders, session, draft.opened)
         if given_up:
             self._sessions.close(session, given_up)
+        if draft.sized:
+            self._watches.end_delegation(draft.sized)
         if draft.closed:
             self._sessions.release(session, (draft.closed,))
         if draft.orphans:
@@ -318,7 +320,11 @@ class ChangeHandlers:
                 if isinstance(beside, CreateReply):
                     entry = beside.entry = InodeEntry.__new__(InodeEntry)
                     entry.clear()
-                entry.lease_ms = self._view.issue_lease(session.number, draft.inodes[leased])
+                made = draft.opened if draft.born else 0
+                if not made or self._watches.delegate(session.number, made):
+                    entry.lease_ms = self._view.issue_lease(session.number, draft.inodes[leased])
+                if made and not entry.lease_ms:
+                    self._watches.end_delegation(made)
             # concatenated protobuf messages decode as one merged message
             answer += beside.SerializeToString()
         if draft.intent is not None:

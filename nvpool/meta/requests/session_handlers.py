@@ -140,7 +140,7 @@ class SessionHandlers:
         )
         if session.watches:
             reply.watch, reply.watch_ms = self._watches.begin(session.number)
-            reply.linger_ms = int(self._options.linger_s * 1000)
+            reply.linger_ms, reply.delegates = int(self._options.linger_s * 1000), True
         if request.session:
             reply.sequences.extend(
                 self._sessions.slot(session, index).sequence for index in range(SLOTS_PER_SESSION)

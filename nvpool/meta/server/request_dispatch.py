@@ -28,7 +28,7 @@ from nvpool.meta.requests.change_handlers import ChangeRoute
 from nvpool.meta.requests.dispatch_table import CHANGES, QUERIES
 from nvpool.meta.requests.local_user_permissions import check_shards
 from nvpool.meta.requests.shard_parts import ServiceStatus
-from nvpool.meta.state.record_locks import LockedRecord
+from nvpool.meta.state.transaction import WaitFirst
 from nvpool.rpc.access_control import Callers
 from nvpool.rpc.api import IN_FLIGHT_MAX, Call
 from nvpool.rpc.stats import ReplyStats
@@ -96,8 +96,8 @@ class RequestDispatch:
                     changes.answer(call, method, message, owner, user)
                 else:
                     route(call)
-            except LockedRecord as held:
-                self._retry(call, held.wait)
+            except WaitFirst as first:
+                self._retry(call, first.wait)
         except NvpoolError as error:
             if isinstance(error, Refused):
                 self._status.counters["refused"] += 1

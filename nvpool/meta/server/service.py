@@ -184,6 +184,7 @@ class MetaService:
             register_lease=watches.issue_lease,
             watching=watches.watching,
             is_open=lambda inode: inode in sessions.holders,
+            recall_delegation=watches.recall_delegation,
         )
         cuts = Truncations(self._kv, view, self._targets, self._own)
         collector = Collector(
@@ -247,6 +248,7 @@ class MetaService:
 
     def _inode_freed(self, inode: int) -> None:
         """Called by the sessions, which outlive the collector: a load makes all parts again."""
+        self.parts.watches.end_delegation(inode)
         self.parts.collector.closed(inode)
 
     def _make_handlers(self, parts: ShardParts) -> None:

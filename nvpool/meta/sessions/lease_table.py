@@ -20,6 +20,12 @@ until they have paused for COOL_S.
 After a restart the shard does not know which leases exist. So changes of files wait until every session that
 may have leases has returned and has been notified that they have ended, or until `watch_s` have passed. Used
 by `meta/server/service`; makes no decisions and never waits itself.
+
+A new file is delegated to the session that made it, as by a write delegation of NFSv4: until the session's
+first REPORT, or until its size is set, another session sees the file's attributes only after a recall, on
+which the session stores and reports what it has. So a client may complete the close of a new file before the
+stores and this shard have its data. After a restart the delegations are unknown too: then empty files that are
+younger than a lease are treated as delegated until every session has returned.
 """
 
 from __future__ import annotations
@@ -50,6 +56,8 @@ COOL_S = 5.0
 """Seconds without leases after a change: a writer and a reader that alternate would otherwise only send
 recalls."""
 COOL_MAX = 65536
+DELEGATED_MAX = 65536
+"""Highest number of delegated files. A file made beyond it gets no lease, so its creator does not delay."""
 PENDING_MAX = 4096
 """Highest number of inodes of pending recalls per session. Beyond it the session is notified that all its
 leases ended."""
@@ -87,11 +95,18 @@ class _Watch:
 
 
 class _Recall:
-    """Recall of the leases on one inode, and the watches whose acknowledgement is missing."""
+    """Recall of the leases on one inode, and the watches whose acknowledgement is missing.
 
-    __slots__ = ("left", "done", "timer")
+    `delegate`: the session to which the file is delegated, or 0. No other session can have a lease, so its changes
+    do not wait for the recall; its reports come before its acknowledgement.
+    """
 
-    def __init__(self, left: set[_Watch], done: asyncio.Future, timer: asyncio.TimerHandle) -> None:
+    __slots__ = ("delegate", "left", "done", "timer")
+
+    def __init__(
+        self, delegate: int, left: set[_Watch], done: asyncio.Future, timer: asyncio.TimerHandle
+    ) -> None:
+        self.delegate = delegate
         self.left = left
         self.done = done
         self.timer = timer
@@ -164,6 +179,7 @@ class LeaseTable:
         """`map_epoch` returns the epoch of the pool map."""
         self._clock = clock
         self._watch_s = watch_s
+        self._lease_s = lease_s
         self.lease_ms = int(lease_s * 1000)
         self._map_epoch = map_epoch
         self._watch_ms = int(watch_s * 1000)
@@ -181,6 +197,8 @@ class LeaseTable:
         self._heard: asyncio.Future | None = None
         self.withheld: set[int] = set()
         """Partitions in which no leases are given."""
+        self.delegated: dict[int, int] = {}
+        """Delegated file -> the session that made it."""
         self._heeded = asyncio.Event()
         """Set when a session has acknowledged that all of its leases have ended."""
         self.recalled = self.waited_out = 0
@@ -221,6 +239,7 @@ class LeaseTable:
         watch = self.by_session.pop(session, None)
         if watch is not None:
             del self._by_index[watch.index]
+            self._end_delegations(session)
             if watch.call is not None:
                 call, watch.call = watch.call, None
                 call.fail(StaleSession("the session has ended"))
@@ -283,6 +302,36 @@ class LeaseTable:
         until_s, only, _ = self.cool[number]
         return until_s > now_s and only != session
 
+    # -- delegations -------------------------------------------------------------------------------------------------
+
+    def delegate(self, session: int, number: int) -> bool:
+        """Delegate a new file to the session that made it, before it gets a lease. False: too many are."""
+        if len(self.delegated) >= DELEGATED_MAX:
+            return False
+        self.delegated[number] = session
+        return True
+
+    def end_delegation(self, number: int) -> None:
+        """The file has a size or a report, or no session has it open any more."""
+        self.delegated.pop(number, None)
+
+    def _end_delegations(self, session: int) -> None:
+        for number in [number for number, holder in self.delegated.items() if holder == session]:
+            del self.delegated[number]
+
+    def recall_delegation(self, session: int, number: int, age_s: float) -> Callable[[], Awaitable] | None:
+        """Recall the delegation of an empty file that another session may have; return the wait.
+
+        None: the attributes of the file may be shown to `session` now. `age_s`: time since the file was made.
+        """
+        if self.unheard and age_s <= self._lease_s and number not in self.delegated:
+            now_s = self._clock.boottime_s()
+            return self._until_heard if now_s < self._unheard_until_s and self.unheard != {session} else None
+        if self.delegated.get(number, session) == session:
+            return None
+        done = self._recall(number, session, self._clock.boottime_s())
+        return (lambda: _all([done])) if done is not None else None
+
     # -- changes -----------------------------------------------------------------------------------------------------
 
     def conflict(self, session: int, draft: Draft) -> Callable[[], Awaitable] | None:
@@ -308,22 +357,6 @@ class LeaseTable:
                 waits.append(done)
         return (lambda: _all(waits)) if waits else None
 
-    def is_free(self, session: int, numbers: Iterable[int]) -> bool:
-        """Whether `recall` would notify no session and change no state."""
-        if not self.unheard and len(self.by_session) <= (session in self.by_session):
-            return True
-        if self.unheard:
-            return False
-        for number in numbers:
-            if number in self.recalls or number in self.cool:
-                return False
-            for index in self.table.indexes(number):
-                if index == SEVERAL or (
-                    (watch := self._by_index.get(index)) is not None and watch.session != session
-                ):
-                    return False
-        return True
-
     async def _until_heard(self) -> None:
         if self._heard is None or self._heard.done():
             self._heard = asyncio.get_running_loop().create_future()
@@ -335,9 +368,18 @@ class LeaseTable:
 
     def _recall(self, number: int, session: int, now_s: float) -> asyncio.Future | None:
         """End all leases on the inode except those of `session`. Return the future to wait for, if any."""
+        holder = self.delegated.get(number)
+        if holder == session:
+            return None  # no other session has a lease
+        done = self._recall_leases(number, session, now_s)
+        if done is None and holder is not None:
+            del self.delegated[number]  # its holder has gone, or watches no more
+        return done
+
+    def _recall_leases(self, number: int, session: int, now_s: float) -> asyncio.Future | None:
         recall = self.recalls.get(number)
         if recall is not None:
-            return recall.done
+            return None if recall.delegate == session else recall.done
         until_s, only, changer = self.cool.pop(number, (0.0, 0, 0))
         if until_s > now_s:
             watch = self.by_session.get(only)
@@ -349,12 +391,14 @@ class LeaseTable:
             holders = [watch for watch in holders if watch.session != session]
             if not holders:
                 return None
-        # if one session alone changes it, others may get leases again later
-        if changer != session or until_s <= now_s:
-            until_s = now_s + COOL_S
-        self.cool[number] = until_s, only, session
-        for cool in too_old(self.cool, COOL_MAX):
-            del self.cool[cool]
+        delegate = self.delegated.get(number, 0)
+        if not delegate:  # of a new file there is nothing to alternate on yet
+            # if one session alone changes it, others may get leases again later
+            if changer != session or until_s <= now_s:
+                until_s = now_s + COOL_S
+            self.cool[number] = until_s, only, session
+            for cool in too_old(self.cool, COOL_MAX):
+                del self.cool[cool]
         left = set()
         for watch in holders:
             self._notify(watch, number)
@@ -365,7 +409,7 @@ class LeaseTable:
         self.recalled += 1
         loop = asyncio.get_running_loop()
         timer = loop.call_later(max(watch.until_s for watch in left) - now_s, self._wait_no_longer, number)
-        recall = self.recalls[number] = _Recall(left, loop.create_future(), timer)
+        recall = self.recalls[number] = _Recall(delegate, left, loop.create_future(), timer)
         return recall.done
 
     def _holders(self, number: int) -> list[_Watch]:
@@ -452,6 +496,8 @@ class LeaseTable:
 
     def _over(self, number: int, recall: _Recall) -> None:
         del self.recalls[number]
+        if recall.delegate:
+            self.delegated.pop(number, None)
         recall.timer.cancel()
         if not recall.done.done():
             recall.done.set_result(None)
@@ -480,6 +526,7 @@ class LeaseTable:
                     number=watch.seen,
                     watch_ms=self._watch_ms,
                     map_epoch=self._map_epoch(),
+                    delegates=True,
                 ).SerializeToString()
             )
             return
@@ -506,6 +553,7 @@ class LeaseTable:
     def _leave(self, watch: _Watch) -> None:
         """End all leases of a session at its own request. No change waits for it until it watches again."""
         self._restart(watch)
+        self._end_delegations(watch.session)
         watch.until_s = 0.0
         self._has_come(watch.session)
         self._heeded.set()
@@ -527,6 +575,7 @@ class LeaseTable:
                 inodes=read_write_codec.pack_inodes(list(watch.sent)),
                 watch_ms=self._watch_ms,
                 map_epoch=self._map_epoch(),
+                delegates=True,
             ).SerializeToString()
         )
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Protocol, TypeVar
 
 from nvpool.core.errors import Unavailable
 from nvpool.core.ids import partition_of
-from nvpool.meta.state.transaction import View
+from nvpool.meta.state.transaction import View, WaitFirst
 from nvpool.meta.state.transaction_records import TransactionId, partition_of_held
 
 HELD_S = 5.0
@@ -42,15 +43,12 @@ class Hold:
         return (order, span) < (self.order, self.span)
 
 
-class LockedRecord(Exception):
-    """A record is locked. Only the service sees it, waits, and decides again."""
+class LockedRecord(WaitFirst):
+    """A record is locked. `wait` raises Unavailable after HELD_S."""
 
     def __init__(self, hold: Hold) -> None:
+        super().__init__(partial(until_free, hold))
         self.hold = hold
-
-    async def wait(self) -> None:
-        """Wait until the record is unlocked. Unavailable after HELD_S."""
-        await until_free(self.hold)
 
 
 async def until_free(hold: Hold) -> None:

@@ -17,7 +17,8 @@ cdef uint64_t _INODE_MAX
 cdef class View:
     cdef public object locks, get, get_many, scan, snapshot, shard, name_key, name_hash, grant_secret, _sign, pool_keys
     cdef public object serves, check_partition, owners, shards, tables, _register_leases, _register_lease, watching, rooms, appends, access, trashes
-    cdef public object is_open
+    cdef public object is_open, _recall_delegation
+    cpdef check_delegation(self, session, number, uint32_t mode, int64_t birth_ns, int64_t now_ns)
     cdef public dict cutting
     cdef public uint64_t grant_ms, next_number, map_epoch
     cdef public int64_t inode_count
@@ -41,7 +42,7 @@ cdef class Draft:
     cdef public int64_t now_ns
     cdef public dict inodes, dirty, effects, accounts
     cdef public object reply, intent, then
-    cdef public uint64_t opened, linked, closed
+    cdef public uint64_t opened, linked, closed, sized
     cdef public bint born, adds, sync
     cdef public list orphans
     cdef public Inode parent

@@ -9,7 +9,7 @@ wait first raises TruncationInProgress, which only the service sees.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Awaitable, Callable, Collection, Container, Iterable
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,7 @@ SEALED_LEASE_MS = 3_600_000
 """Lease time in a sealed volume, whose contents do not change. A change of its rights, and its removal, end
 all leases."""
 
-_FLAGS = INODE_FIELDS.index("flags")
+_FLAGS, _SIZE, _BIRTH = map(INODE_FIELDS.index, ("flags", "size", "birth_ns"))
 _DIVIDED, _TRASHED, _WIDE, _TOUCHED, _SHOWN = DIVIDED, TRASHED, WIDE, records.TOUCHED, records.SHOWN_FLAGS
 _S_IFMT, _S_IFDIR, _S_IFREG = 0o170000, 0o040000, 0o100000
 _ORPHAN = records.ORPHAN
@@ -66,6 +66,13 @@ class TruncationInProgress(Exception):
 
     def __init__(self, inode: int) -> None:
         self.inode = inode
+
+
+class WaitFirst(Exception):
+    """The decision must wait for something else. Only the service sees it, waits, and decides again."""
+
+    def __init__(self, wait: Callable[[], Awaitable[Any]]) -> None:
+        self.wait = wait
 
 
 class View:
@@ -87,10 +94,11 @@ class View:
         register_lease: Callable[[int, int], bool] = lambda session, number: False,
         watching: Container[int] = (),
         is_open: Callable[[int], bool] = lambda inode: False,
+        recall_delegation: Callable[[int, int, float], Callable[[], Awaitable] | None] = lambda *_: None,
     ) -> None:
         """`register_leases`, `register_lease`: see `LeaseTable.issue_leases`; `watching`: the sessions that may have leases.
 
-        `is_open(inode)`: whether a session is known to have the inode open.
+        `is_open(inode)`: whether a session is known to have the inode open. `recall_delegation`: see `LeaseTable`.
         """
         self.locks = locks
         self.get = kv.get
@@ -129,6 +137,30 @@ class View:
         self.trashes: set[int] = set()
         """Volumes whose trash may not be empty."""
         self.is_open = is_open
+        self._recall_delegation = recall_delegation
+
+    def check_delegation(self, session: int, number: int, mode: int, birth_ns: int, now_ns: int) -> None:
+        """WaitFirst: another session may have data of this empty inode that it has not reported.
+
+        Must be called before the attributes of an inode of 0 bytes are shown to a session, or it is opened.
+        """
+        if mode & _S_IFMT != _S_IFREG:
+            return
+        wait = self._recall_delegation(session, number, (now_ns - birth_ns) / 1e9)
+        if wait is not None:
+            raise WaitFirst(wait)
+
+    def check_delegations(self, session: int, inodes: Iterable[tuple], now_ns: int) -> None:
+        """As `check_delegation`, for inodes given by their `inode_fields`, of any size: recalls all at the same time."""
+        waits = []
+        for fields in inodes:
+            if not fields[_SIZE]:
+                try:
+                    self.check_delegation(session, fields[0], fields[1], fields[_BIRTH], now_ns)
+                except WaitFirst as first:
+                    waits.append(first.wait)
+        if waits:
+            raise WaitFirst(partial(_all, waits))
 
     def issue_lease(self, session: int, inode: Inode) -> int:
         """Give the session a lease on the inode; return its milliseconds, 0 for none.
@@ -428,7 +460,13 @@ VIEW_FIELDS = (
     "access",
     "trashes",
     "is_open",
+    "_recall_delegation",
 )
+
+
+async def _all(waits: list[Callable[[], Awaitable[Any]]]) -> None:
+    for wait in waits:
+        await wait()
 
 
 def _directory(find: Callable[[int], Inode], number: int) -> Inode:
@@ -461,6 +499,7 @@ class Draft:
         "opened",
         "linked",
         "closed",
+        "sized",
         "intent",
         "born",
         "orphans",
@@ -487,6 +526,8 @@ class Draft:
         self.linked = 0
         """Inode that has one more name, and on which the session gets a lease."""
         self.closed = 0
+        self.sized = 0
+        """File whose size the session has set or reported: it is not delegated any more."""
         self.intent: tuple[int, Intent] | None = None
         """Truncation of which the targets must be notified before the answer is sent."""
         self.born = False
@@ -575,6 +616,7 @@ class Draft:
             else:
                 found.use.bytes += grown
         inode.size = size
+        self.sized = inode.number
         if inode.reserved and inode.reserved <= size:
             inode.reserved = 0
             self.then = partial(self.view.appends.ended, inode.number)

@@ -32,7 +32,7 @@ from nvpool.kv.api import Effect, Kv
 from nvpool.meta.state import records
 from nvpool.meta.state.record_locks import Holds, LockedRecord, RecordReads, until_free
 from nvpool.meta.state.transaction import Decision as Decide
-from nvpool.meta.state.transaction import Draft, TruncationInProgress, View
+from nvpool.meta.state.transaction import Draft, TruncationInProgress, View, WaitFirst
 from nvpool.meta.state.transaction_records import (
     NO_TURN,
     TURN_HERE,
@@ -167,6 +167,9 @@ class TransactionCoordinator:
                 if (span.shards or span.turn) and not held.hold.gives_way_to(span.order, span.id):
                     await self._begin_again(span, until_s)
                 await until_free(held.hold)
+            except WaitFirst as first:
+                self._give_back(span)
+                await first.wait()
             except TruncationInProgress as wait:
                 self._give_back(span)
                 try:

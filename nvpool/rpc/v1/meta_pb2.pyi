@@ -103,7 +103,7 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, client: _Optional[str] = ..., session: _Optional[int] = ..., secret: _Optional[bytes] = ..., watch: _Optional[bool] = ..., names_open: _Optional[bool] = ..., opened: _Optional[bytes] = ..., identity: _Optional[int] = ..., names_slots: _Optional[bool] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenSessionReply(_message.Message):
-    __slots__ = ("session", "secret", "lease_s", "slots", "sequences", "incarnation", "watch", "watch_ms", "linger_ms", "name_key")
+    __slots__ = ("session", "secret", "lease_s", "slots", "sequences", "incarnation", "watch", "watch_ms", "linger_ms", "name_key", "delegates")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +114,7 @@ class OpenSessionReply(_message.Message):
     WATCH_MS_FIELD_NUMBER: _ClassVar[int]
     LINGER_MS_FIELD_NUMBER: _ClassVar[int]
     NAME_KEY_FIELD_NUMBER: _ClassVar[int]
+    DELEGATES_FIELD_NUMBER: _ClassVar[int]
     session: int
     secret: bytes
     lease_s: float
@@ -124,7 +125,8 @@ class OpenSessionReply(_message.Message):
     watch_ms: int
     linger_ms: int
     name_key: bytes
-    def __init__(self, session: _Optional[int] = ..., secret: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., slots: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., incarnation: _Optional[int] = ..., watch: _Optional[int] = ..., watch_ms: _Optional[int] = ..., linger_ms: _Optional[int] = ..., name_key: _Optional[bytes] = ...) -> None: ...
+    delegates: bool
+    def __init__(self, session: _Optional[int] = ..., secret: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., slots: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., incarnation: _Optional[int] = ..., watch: _Optional[int] = ..., watch_ms: _Optional[int] = ..., linger_ms: _Optional[int] = ..., name_key: _Optional[bytes] = ..., delegates: _Optional[bool] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("session", "map_epoch", "watch", "seen", "leaves")
@@ -141,18 +143,20 @@ class WatchRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., watch: _Optional[int] = ..., seen: _Optional[int] = ..., leaves: _Optional[bool] = ...) -> None: ...
 
 class WatchReply(_message.Message):
-    __slots__ = ("watch", "number", "inodes", "watch_ms", "map_epoch")
+    __slots__ = ("watch", "number", "inodes", "watch_ms", "map_epoch", "delegates")
     WATCH_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     INODES_FIELD_NUMBER: _ClassVar[int]
     WATCH_MS_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DELEGATES_FIELD_NUMBER: _ClassVar[int]
     watch: int
     number: int
     inodes: bytes
     watch_ms: int
     map_epoch: int
-    def __init__(self, watch: _Optional[int] = ..., number: _Optional[int] = ..., inodes: _Optional[bytes] = ..., watch_ms: _Optional[int] = ..., map_epoch: _Optional[int] = ...) -> None: ...
+    delegates: bool
+    def __init__(self, watch: _Optional[int] = ..., number: _Optional[int] = ..., inodes: _Optional[bytes] = ..., watch_ms: _Optional[int] = ..., map_epoch: _Optional[int] = ..., delegates: _Optional[bool] = ...) -> None: ...
 
 class RenewSessionRequest(_message.Message):
     __slots__ = ("session", "map_epoch", "released", "opened", "identity", "named")

@@ -570,6 +570,7 @@ def test_synced_answers_are_equal(tmp_path):
 def test_leases_of_others_are_recalled(tmp_path):
     async def watch(bench, there):
         other = await ShardClient(bench.service).begin(watch=True)
+        bench.service.parts.watches.end_delegation(there)
         assert (await other.lookup(bench.home, b"there")).lease_ms
         assert (await other.getattr(bench.home)).lease_ms
         bench.service.parts.watches.by_session[other.session].until_s = 0

@@ -187,3 +187,55 @@ def test_names_created_after_a_pause_are_not_looked_up():
                 await vfs.mknod(parent, name, 0o644, 0, ME)
 
     run(main())
+
+
+def delegated(shard: Shard) -> Asked:
+    """The waiting WATCH of a session to which file 7 is delegated."""
+    number, _ = shard.watches.begin(ONE)
+    shard.watches.begin(OTHER)
+    assert shard.watches.delegate(ONE, 7) and shard.watches.issue_lease(ONE, 7)
+    return shard.ask(ONE, number)
+
+
+def test_reports_of_the_delegate_do_not_wait_for_its_own_acknowledgement():
+    async def main() -> None:
+        shard = Shard()
+        call = delegated(shard)
+        wait = shard.watches.recall_delegation(OTHER, 7, 0.0)
+        assert wait is not None and await notified(call) == [7]
+        assert shard.watches.recall(ONE, (7,)) is None
+        shard.watches.end_delegation(7)  # its first report
+        assert shard.watches.recall(ONE, (7,)) is None, "there may be a second one before it acknowledges"
+        shard.ask(ONE, call.answer.watch, call.answer.number)
+        await asyncio.wait_for(wait(), 1.0)
+        assert not shard.watches.delegated and shard.watches.recall_delegation(OTHER, 7, 0.0) is None
+        assert shard.watches.issue_lease(OTHER, 7), "nothing was changed, so leases are given again"
+
+    run(main())
+
+
+def test_silent_delegate_is_waited_for_until_its_watch_ends():
+    async def main() -> None:
+        shard = Shard()
+        delegated(shard)
+        assert shard.watches.recall_delegation(ONE, 7, 0.0) is None
+        assert shard.watches.recall_delegation(OTHER, 7, 0.0) is not None
+        shard.clock.advance(WATCH_S + 1)
+        shard.watches.end(ONE)
+        assert shard.watches.recall_delegation(OTHER, 7, 0.0) is None and not shard.watches.delegated
+
+    run(main())
+
+
+def test_young_empty_files_count_as_delegated_after_a_restart():
+    async def main() -> None:
+        shard = Shard()
+        shard.watches.after_restart([ONE, OTHER])
+        assert shard.watches.recall_delegation(OTHER, 7, 0.0) is not None
+        assert shard.watches.recall_delegation(OTHER, 7, 61.0) is None, "older than a lease"
+        for session in (ONE, OTHER):
+            number, _ = shard.watches.begin(session)
+            shard.ask(session, number)
+        assert shard.watches.recall_delegation(OTHER, 7, 0.0) is None
+
+    run(main())
