@@ -436,6 +436,13 @@ class ClientSection(msgspec.Struct, frozen=True):
         bool,
         Meta(description="read local drives directly if the store permits it"),
     ] = True
+    late_closes: Annotated[
+        bool,
+        Meta(
+            description="mounts complete the close of a new file before its data is at the stores; other clients "
+            "see all of it nevertheless, but a power loss of this host may lose what was not synced"
+        ),
+    ] = True
     locations_bytes: Annotated[
         int,
         Meta(

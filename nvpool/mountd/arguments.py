@@ -75,6 +75,11 @@ def parse_words(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--no-short-circuit", action="store_true", help="read through the stores also on their own node"
     )
+    parser.add_argument(
+        "--no-late-closes",
+        action="store_true",
+        help="a close of a new file waits until the stores have its data",
+    )
     # the old name, for one release: an upgrade passes on the arguments with which the mount was started
     parser.add_argument("--no-short-cut", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
@@ -217,6 +222,7 @@ def client_options(arguments: argparse.Namespace, section: ClientSection) -> Cli
         transport=arguments.transport or section.transport,
         direct_reads=True,
         short_circuit=section.short_circuit and not (arguments.no_short_circuit or arguments.no_short_cut),
+        late_closes=section.late_closes and not arguments.no_late_closes,
         attr_s=min(options.attr_s, kept_s),
         fresh_s=min(options.fresh_s, kept_s),
     )

@@ -210,12 +210,18 @@ class Mounted(Reading):
         slots = [
             slot
             for slot in OpenInode.__slots__
-            if slot not in ("attr", "grant", "grant_session", "grant_half_ms")
+            if slot not in ("attr", "grant", "grant_session", "grant_half_ms", "delegation")
         ]
         connection = self.state.met
         return {
             "open": [
-                (inode, untimed(file.attr), [getattr(file, slot) for slot in slots], *self.grant_of(file))
+                (
+                    inode,
+                    untimed(file.attr),
+                    [getattr(file, slot) for slot in slots],
+                    *self.grant_of(file),
+                    file.delegation is None,
+                )
                 for inode, file in cache.open.items()
             ],
             "attrs": [(inode, untimed(attr), born_s) for inode, (attr, born_s) in cache.attrs.items()],

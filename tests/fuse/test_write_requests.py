@@ -23,7 +23,7 @@ from nvpool.shm.mount_state import KeptMemory
 from nvpool.testing.fakes.in_process_pool import InProcessPool
 from tests.fuse.test_kernel_engine import Kernel, sleeping_process
 
-OPTIONS = ClientOptions(deadline_s=20.0, retry_first_s=0.001, short_circuit=False)
+OPTIONS = ClientOptions(deadline_s=20.0, retry_first_s=0.001, short_circuit=False, late_closes=False)
 
 
 class Mounted(Kernel):
@@ -107,7 +107,7 @@ class Holding:
 
 
 @asynccontextmanager
-async def mounted():
+async def mounted(options: ClientOptions = OPTIONS):
     descriptor = KeptMemory.make(1 << 24)
     try:
         with tempfile.TemporaryDirectory() as directory:
@@ -115,7 +115,7 @@ async def mounted():
                 endpoints=lambda role, number: f"stream+unix://{directory}/{role}{number}"
             ) as pool:
                 kept = KeptMemory(descriptor)
-                client = await pool.client("mount", OPTIONS, kept=kept)
+                client = await pool.client("mount", options, kept=kept)
                 async with Mounted(client.vfs, kept) as kernel:
                     await kernel.init()
                     yield kernel

@@ -135,6 +135,11 @@ examples:
     hidden=True,
     help="Old name of --no-short-circuit, accepted for one release.",
 )
+@click.option(
+    "--no-late-closes",
+    is_flag=True,
+    help="A close of a new file waits until the stores have its data. [late_closes under [client] in node.toml]",
+)
 @click.option("--no-acl", is_flag=True, help="Ignore access control lists on this mount.")
 @click.option(
     "-o",
@@ -170,6 +175,7 @@ def mount(
     transport: str | None,
     no_short_circuit: bool,
     no_short_cut: bool,
+    no_late_closes: bool,
     no_acl: bool,
     options: tuple[str, ...],
     as_json: bool,
@@ -209,6 +215,7 @@ def mount(
             (force, "--force"),
             (writeback, "--writeback"),
             (no_short_circuit or no_short_cut, "--no-short-circuit"),
+            (no_late_closes, "--no-late-closes"),
             (no_acl, "--no-acl"),
             (holder, "--holder"),
             (holder is False, "--no-holder"),

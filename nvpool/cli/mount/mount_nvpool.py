@@ -63,7 +63,7 @@ def _address(value: str) -> str:
     return value
 
 
-WORDS = ("force", "writeback", "holder", "no-holder", "no-short-circuit", "no-acl")
+WORDS = ("force", "writeback", "holder", "no-holder", "no-short-circuit", "no-late-closes", "no-acl")
 RENAMED_WORDS = {"no-short-cut": "no-short-circuit"}
 """Old word -> present word. Old words are accepted for one release, with a warning."""
 VALUES: dict[str, Callable[[str], str | float]] = {

@@ -35,14 +35,18 @@ async def keep_watch(
     leases: Leases,
     ended: Callable[[list[int]], Awaitable[None]],
     newer: Callable[[int], None],
+    settled: Callable[[], Awaitable[None]],
     options: ClientOptions,
     clock: Clock,
 ) -> None:
     """Watch until the session is gone or its leases are unused.
 
     `send(request, deadline_s)` sends a request. `ended(inodes)` is called with recalled inodes, and returns
-    when the shard may continue. `newer(epoch)` is called with the epoch of the shard's pool map.
+    when the shard may continue. `newer(epoch)` is called with the epoch of the shard's pool map. `settled()`
+    returns when the data of all delegated files is reported: the shard shows them to others once a request has
+    a new number of the watch.
     """
+    await settled()
     used_s = clock.boottime_s()
     tries = 0
     while True:
@@ -68,9 +72,11 @@ async def keep_watch(
         if reply.watch != request.watch:
             leases.end_all(watch)
             watch.number = reply.watch
+            await settled()
         inodes = read_write_codec.unpack_inodes(reply.inodes)
         leases.end(watch, inodes)
         watch.seen = reply.number
+        watch.delegates = reply.delegates
         watch.until_s = max(watch.until_s, sent_s + reply.watch_ms * WATCH_SHARE / 1000)
         if inodes:
             await ended(inodes)
@@ -88,7 +94,7 @@ async def _leave(
     A watch that just stopped would delay changes of other clients until its time is over.
     """
     leases.end_all(watch)
-    watch.until_s = NEVER_S
+    watch.until_s, watch.delegates = NEVER_S, False
     request = meta_pb2.WatchRequest(session=session, watch=watch.number, seen=watch.seen, leaves=True)
     try:
         reply = decoded(meta_pb2.WatchReply, await send(request, deadline_s))

@@ -570,6 +570,7 @@ class MetaClient(DeferredClose):
         state.watch.number, state.watch.seen = reply.watch, 0
         state.watch.until_s = sent_s + reply.watch_ms * WATCH_SHARE / 1000
         state.watch.linger_s = reply.linger_ms * WATCH_SHARE / 1000
+        state.watch.delegates = reply.delegates
         if state.watching is not None:
             state.watching.cancel()
         self._watch(state)
@@ -620,6 +621,10 @@ class MetaClient(DeferredClose):
                 except NvpoolError:
                     pass  # the next reader of these files validates first
 
+        async def settled() -> None:
+            for listener in self.events.leases_ended:
+                await listener(state.shard)
+
         state.watching = asyncio.create_task(
             keep_watch(
                 state.watch,
@@ -628,6 +633,7 @@ class MetaClient(DeferredClose):
                 leases=self.leases,
                 ended=ended,
                 newer=self.view.look_for,
+                settled=settled,
                 options=self.options,
                 clock=self.clock,
             )

@@ -13,11 +13,12 @@ from typing import Any
 
 
 class ClientEvents:
-    """Listeners of a client's parts, by event. Except for `leases_recalled` they must not wait."""
+    """Listeners of a client's parts, by event. Except for those of leases they must not wait."""
 
     __slots__ = (
         "file_changed",
         "file_truncated",
+        "leases_ended",
         "leases_recalled",
         "opens_reported",
         "session_lost",
@@ -30,6 +31,8 @@ class ClientEvents:
 
         The other client makes its change when all listeners have returned.
         """
+        self.leases_ended: list[Callable[[int], Awaitable[None]]] = []
+        """Called with a shard that has ended all leases, before this client acknowledges that."""
         self.opens_reported: list[Callable[[list[int]], None]] = []
         """Called with inodes whose opens by a lease are now reported to the shard."""
         self.shard_restarted: list[Callable[[int], None]] = []

@@ -14,7 +14,7 @@ cdef class ShardWatch:
     cdef public object number, seen
     cdef public double until_s, linger_s, floor_s
     cdef public dict ended
-    cdef public bint used
+    cdef public bint used, delegates
 
 
 cdef class InodeLease:

@@ -30,7 +30,7 @@ _NEVER_S, _SHARE, _NS_PER_MS = NEVER_S, WATCH_SHARE, 1_000_000
 class ShardWatch:
     """State of the lease protocol between this client and one shard."""
 
-    __slots__ = ("number", "seen", "until_s", "linger_s", "floor_s", "ended", "used")
+    __slots__ = ("number", "seen", "until_s", "linger_s", "floor_s", "ended", "used", "delegates")
 
     def __init__(self) -> None:
         self.number = 0  # WatchReply.watch
@@ -40,6 +40,7 @@ class ShardWatch:
         self.floor_s = NEVER_S  # replies to requests sent before start no lease
         self.ended: dict[int, float] = {}  # inode -> when its lease ended, or would have
         self.used = False
+        self.delegates = False  # whether the shard delegates new files, as WatchReply says
 
 
 class InodeLease:

@@ -55,6 +55,7 @@ cdef class OpenInode:
     cdef public uint64_t volume, paid
     cdef public bint encrypted
     cdef public object key
+    cdef public InodeLease delegation
     @cython.locals(one=uint64_t, cut=uint64_t)
     cpdef begin(self, Attr attr)
     @cython.locals(source=ByteReader, rights=uint32_t, session=uint64_t, cut=uint64_t, ends_ms=int64_t)

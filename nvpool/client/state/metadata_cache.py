@@ -94,6 +94,7 @@ class OpenInode:
         "paid",
         "encrypted",
         "key",
+        "delegation",
     )
 
     def __init__(self, attr: Attr) -> None:
@@ -147,6 +148,9 @@ class OpenInode:
         # number of lost chains, and a size of the file after those losses: nothing was lost behind that size
         self.ended = 0, 0
         self.fetching = None  # the reader's read of a whole small file, in flight
+        # the lease that came with the create: while it is held, and until its first end, no other client sees the
+        # file's attributes before this one has reported its data
+        self.delegation: InodeLease | None = None
 
     @property
     def size(self) -> int:

@@ -69,6 +69,11 @@ class ClientOptions(NamedTuple):
     They are reported in batches, if the files are still open. Larger files are reported immediately: they
     stay open for longer, and must stay readable when the service falls silent.
     """
+    late_closes: bool = True
+    """Complete the close of a new file before its data is at the stores, if its bytes survive this process.
+
+    For mounts: only those have memory that outlives their process.
+    """
     small_bytes: int = 64 * MIB
     """Cache for the contents of small files (64 KiB and less) that were read as a whole."""
 

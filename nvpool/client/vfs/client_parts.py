@@ -21,6 +21,7 @@ from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.pool_map_cache import PoolView
 from nvpool.client.state.vfs_types import FrontEndCallbacks
 from nvpool.client.write.crash_journal import CrashJournal
+from nvpool.client.write.late_closes import LateCloses
 from nvpool.client.write.quota_reservations import QuotaReservations
 from nvpool.client.write.write_reports import UnreportedWrites, WriteReports
 from nvpool.client.write.writeback import Writer
@@ -98,12 +99,19 @@ class ClientParts:
         self.unreported = UnreportedWrites(self.cache, self.writer, self.rooms)
         view.changed.append(self.rooms.map_changed)
         self.events.leases_recalled.append(self._leases_recalled)
+        self.events.leases_ended.append(self._leases_ended)
         self.events.opens_reported.append(self._opens_reported)
         self.events.shard_restarted.append(self._shard_restarted)
+        self.late_closes = LateCloses(
+            self.writer, self.leases, clock, self.tasks, options.late_closes and self.keeping is not None
+        )
 
     def _shard_restarted(self, shard: int) -> None:
         self.cache.reset_inodes(lambda inode: self.meta.shard_of(inode) == shard)
         self.rooms.shard_restarted(shard)
+
+    async def _leases_ended(self, shard: int) -> None:
+        await self.late_closes.settle_if(lambda inode: self.meta.shard_of(inode) == shard)
 
     async def _leases_recalled(self, inodes: list[int]) -> None:
         for inode in inodes:
@@ -113,6 +121,7 @@ class ClientParts:
                 self.reader.changed(file)
             else:
                 self.reader.forget_content(inode)
+        await self.late_closes.settle(inodes)
         await self.callbacks.on_recall(inodes)
 
     def _opens_reported(self, inodes: list[int]) -> None:

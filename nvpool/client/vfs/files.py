@@ -121,6 +121,7 @@ class Files:
         self._cache = parts.cache
         self._reader = parts.reader
         self._writer = parts.writer
+        self._late_closes = parts.late_closes
         self._inodes = parts.inodes
         self._unreported = parts.unreported
         self._lookups = lookups
@@ -193,6 +194,8 @@ class Files:
         self._meta.opened(file.inode)
         file.unreported = False
         self._inodes.take_lease(entry, sent_s)
+        if flags & os.O_ACCMODE:
+            self._late_closes.opened(file)
         if before is not None and file.attr.change != change:
             self._reader.changed(file)
         return FileHandle(file, flags)
@@ -239,6 +242,9 @@ class Files:
 
     def _created(self, parent: int, name: bytes, handle: FileHandle, sent_s: float, reply) -> None:
         if reply.created:
+            lease = self._leases.held(handle.inode)
+            if lease is not None and lease.watch.delegates:
+                handle.file.delegation = lease
             self._names.named(parent, name, handle.inode, sent_s, reply, self._leases.held(handle.inode))
         else:
             self._cache.put_own_entry(parent, name, handle.inode, sent_s, self._leases.held(handle.inode))
@@ -378,11 +384,17 @@ class FileData:
         self._reader = parts.reader
         self._writer = parts.writer
         self._rooms = parts.rooms
+        self._late_closes = parts.late_closes
         self._inodes = parts.inodes
         self._tasks = parts.tasks
         self._locks = locks
         self.writes = HandleWrites(
-            parts.writer, parts.reader.changed, parts.rooms, locks.owners, self.flush_writes
+            parts.writer,
+            parts.reader.changed,
+            parts.rooms,
+            locks.owners,
+            self.flush_writes,
+            parts.late_closes,
         )
         """The writes and closes that need no wait."""
 
@@ -581,10 +593,17 @@ class FileData:
 
         The record locks of `owner` on the file are released. On return all bytes written through any handle
         of the inode are at the stores, and all clients can learn the size; or the error of a write is raised
-        here, once.
+        here, once. With `late_closes` the data of a new file may reach the stores later, but before another
+        client sees the file's attributes.
         """
+        file = handle.file
         try:
-            await self.flush_writes(handle)
+            if (
+                file.lost
+                or self._locks.is_locked(file.inode)
+                or not self._late_closes.begin(file, partial(self.flush_writes, handle))
+            ):
+                await self.flush_writes(handle)
         finally:
             if owner is not None:
                 await self._locks.release_owner(handle, owner)

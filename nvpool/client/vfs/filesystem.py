@@ -59,6 +59,7 @@ class Vfs:
         self.files = Files(parts, self.lookups, self.names, self.locks)
         self.data = FileData(parts, self.locks)
         self.space = PoolSpace(parts)
+        parts.late_closes.use_room(self.space.statfs_of_pool)
         self.attributes = Attributes(parts)
         self._batcher = LookupBatcher(
             parts, self.stripes, self.lookups, DirectoryPrefetch(parts, self.stripes, self.lookups.prefetch)

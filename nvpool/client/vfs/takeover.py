@@ -44,6 +44,7 @@ class Takeover:
         self._clock = parts.clock
         self._kept = parts.kept
         self._keeping = parts.keeping
+        self._late_closes = parts.late_closes
         self._meta = parts.meta
         self._cache = parts.cache
         self._chunks = parts.chunks
@@ -60,6 +61,16 @@ class Takeover:
 
         Called once, before any other operation of this client. Waits for the metadata service.
         """
+        written: list[OpenInode] = []
+        self._late_closes.begin_takeover()
+        try:
+            return await self._take_over(opened, written)
+        finally:
+            self._late_closes.end_takeover(written)
+
+    async def _take_over(
+        self, opened: Iterable[PredecessorFile], written: list[OpenInode]
+    ) -> dict[int, FileHandle]:
         memory, opened = self._kept, list(opened)
         life = memory.word(Word.LIVES) + 1
         memory.set_word(Word.LIVES, life)
@@ -89,6 +100,7 @@ class Takeover:
             file = found[inode]
             if not file.lost:
                 self._writer.take_over(file, kept)
+                written.append(file)
                 self._rooms.take_over(file)
             elif kept.pieces or kept.stored_end:
                 log.error(

@@ -9,7 +9,7 @@ from nvpool.client.write.writeback cimport Writer
 
 cdef class HandleWrites:
     cdef Writer _writer
-    cdef object _changed, _rooms, _flush_writes, _lock_owners
+    cdef object _changed, _rooms, _flush_writes, _lock_owners, _late_closes
     @cython.locals(length=Py_ssize_t)
     cpdef bint write_now(self, handle, offset, buffer, uint64_t unique=*) except -1
     cpdef bint is_flushed(self, handle) except -1

@@ -18,6 +18,7 @@ from nvpool.poolmap.file_layout import check_range, layout_of, size_max
 
 if TYPE_CHECKING:
     from nvpool.client.rpc.change_fast_path import OnEnd
+    from nvpool.client.write.late_closes import LateCloses
     from nvpool.client.write.quota_reservations import QuotaReservations
     from nvpool.client.write.sender import CloseFlush
 
@@ -39,12 +40,14 @@ class HandleWrites:
         rooms: QuotaReservations,
         lock_owners: dict[int, Any],
         flush_writes: Callable[[FileHandle], Coroutine[Any, Any, None]],
+        late_closes: LateCloses,
     ) -> None:
         self._writer = writer
         self._changed = changed
         self._rooms = rooms
         self._lock_owners = lock_owners
         self._flush_writes = flush_writes
+        self._late_closes = late_closes
 
     def write_now(self, handle: FileHandle, offset: int, buffer: Any, unique: int = 0) -> bool:
         """As Files.write, without waiting; return whether `buffer` was accepted.
@@ -73,12 +76,12 @@ class HandleWrites:
     def begin_flush(self, handle: FileHandle, on_end: OnEnd) -> CloseFlush | bool | None:
         """Submit `flush` without a task; `on_end(None, error)` is called when it ends.
 
-        Returns an object with `cancel`. True: there is nothing to do. None: there was no side effect, and the
-        caller must await `flush`, for example because the file has locks.
+        Returns an object with `cancel`. True: there is nothing to wait for, or a late close has begun. None: there
+        was no side effect, and the caller must await `flush`, for example because the file has locks.
         """
         file = handle.file
         if file.lost or file.inode in self._lock_owners:
             return None
-        if file.written is None:
+        if file.written is None or self._late_closes.begin(file, partial(self._flush_writes, handle)):
             return True
         return self._writer.begin_flush(file, on_end, partial(self._flush_writes, handle))

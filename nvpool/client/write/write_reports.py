@@ -93,6 +93,7 @@ class WriteReports:
 
     def reported(self, file: OpenInode, wrote: bool, reply: meta_pb2.AttrReply) -> None:
         """Cache the attributes of a reply to a report, and notify the front end if the file was written."""
+        file.delegation = None
         if reply.HasField("attr"):
             self._cache.put_attr(reply.attr, ours=True)
             if wrote:

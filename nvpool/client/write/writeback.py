@@ -392,6 +392,7 @@ class Writer(WriteSender):
         Drops the bytes behind `size`, waits for the writes in flight, and sends nothing until `end_cut`. The
         remaining bytes are sent after it, with the new truncate number.
         """
+        file.delegation = None  # the shard has the size that it sets
         written = file.written
         if written is None:
             return

@@ -490,6 +490,8 @@ class Creates(ReplyBurst):
         state.add_open(inode)
         readable = entry.grant if entry.grant[1] & _READ else b""
         lease = self._leases.take_at(state.watch, inode, entry.lease_ms, one.sent_s, readable, now_s)
+        if lease is not None and state.watch.delegates:
+            file.delegation = lease
         opened = FileHandle(file, one.flags)
         self._cache.put_own_entry_at(parent, one.name, inode, one.sent_s, lease, now_s)
         self._update_directory(reply.parent, parent, one.name, now_s)

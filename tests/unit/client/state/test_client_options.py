@@ -24,6 +24,7 @@ CHANGED = {
     "short_circuit": False,
     "locations_bytes": 1 << 20,
     "rack": "row 3",
+    "late_closes": False,
 }
 
 
