@@ -26,6 +26,7 @@ from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB, MIB
 from nvpool.sdk.async_filesystem import AsyncFileSystem
 from nvpool.sdk.fsck.check import FsckReport, check_metadata
+from nvpool.shm.mount_state import KeptMemory
 from nvpool.testing.fakes.in_process_pool import InProcessPool
 from nvpool.testing.fakes.store import PlainStore
 
@@ -60,7 +61,12 @@ class Pool:
             write_flight_bytes=128 * KIB,
             read_ahead_bytes=256 * KIB,
         )
-        self.clients = [self.run(self.local.client(f"client {n}", options)) for n in range(2)]
+        # as of mounts: a close of a new file completes before its data is at the stores
+        self.memories = [KeptMemory.make(16 * MIB) for _ in range(2)]
+        self.clients = [
+            self.run(self.local.client(f"client {n}", options, kept=KeptMemory(memory)))
+            for n, memory in enumerate(self.memories)
+        ]
 
     def run(self, work):
         return self.loop.run_until_complete(asyncio.wait_for(work, 120))
@@ -69,6 +75,8 @@ class Pool:
         self.run(self.local.__aexit__())
         self.run(asyncio.sleep(0))
         self.loop.close()
+        for memory in self.memories:
+            os.close(memory)
 
 
 class NamespaceMachine(RuleBasedStateMachine):

@@ -9,6 +9,7 @@ are simulated. Used by `sim/scenario`.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import shutil
 import tempfile
@@ -46,6 +47,7 @@ from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.lease_renewal import LeaseCalls
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
 from nvpool.security.tls import PLAIN_TEXT
+from nvpool.shm.mount_state import KeptMemory
 from nvpool.store.replication.reachability import ReachabilityProbe
 from nvpool.store.server.service import StoreService
 from nvpool.store.server.serving_lease import ServingLease
@@ -72,6 +74,8 @@ from nvpool.testing.sim.stream_transport import (
 from nvpool.testing.sim.virtual_time_loop import VirtualClock, VirtualLoop
 
 CHUNK_BYTES = 64 * 1024
+MOUNT_STATE_BYTES = 16 * MIB
+"""Memory for unstored writes of each client, as of a mount."""
 CAPACITY_BYTES = 64 * MIB
 """Capacity of each drive; its blocks take memory only when they are written."""
 MANAGING = ("manager", "supervisor", "etcd")
@@ -157,6 +161,7 @@ class SimPool:
         self._tasks: dict[str, list[asyncio.Task]] = {}
         self._pids: dict[int, int] = {}
         self._clients: dict[str, Client] = {}
+        self._mount_states: dict[str, int] = {}
         self._dialers: dict[str, Dialer] = {}
         self._ending: set[asyncio.Task] = set()
         self._options = options or ClientOptions(deadline_s=30.0, transport="stream", short_circuit=False)
@@ -277,6 +282,8 @@ class SimPool:
     async def __aexit__(self, *_) -> None:
         for client in self._clients.values():
             await client.close()
+        for descriptor in self._mount_states.values():
+            os.close(descriptor)
         for name in sorted(self.processes, key=lambda name: name.startswith(MANAGING)):
             if self.processes[name].alive and not name.startswith("client") and name != "judge":
                 self.processes[name].kill()
@@ -529,8 +536,14 @@ class SimPool:
     async def client(self, name: str) -> Client:
         process = self.process(name, f"node-of-{name}")
         clock = self.new_clock(name)
+        self._mount_states[name] = descriptor = KeptMemory.make(MOUNT_STATE_BYTES)
         client = await Client.open(
-            self.pool_map, name, self._options, clock=clock, dialer=self.new_dialer(process, clock)
+            self.pool_map,
+            name,
+            self._options,
+            clock=clock,
+            dialer=self.new_dialer(process, clock),
+            kept=KeptMemory(descriptor),
         )
         self._clients[name] = client
         return client

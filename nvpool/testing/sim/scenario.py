@@ -3,8 +3,8 @@
     python -m nvpool.testing.sim.scenario 4711            one seed, with its violations
     python -m nvpool.testing.sim.scenario --seeds 1000    from 1 on; ends at the first violation
 
-Checked are: replies to clients about blocks, names, sizes, appended records, locks
-(`sim/workloads/file_data`, `sim/workloads/namespace`, `sim/workloads/listing`) and volumes
+Checked are: replies to clients about blocks, names, sizes, appended records, locks (`sim/workloads/file_data`,
+`sim/workloads/namespace`, `sim/workloads/listing`), new files (`sim/workloads/closed_files`) and volumes
 (`sim/workloads/quotas`); the final content; that fsck finds nothing, replicas are equal, and chains and
 partitions are complete at the end; that drains end (`sim/workloads/drains`); that no client waits for ever
 and no process gets an error that is a bug; and the invariants of `sim/invariants` all the time.
@@ -39,6 +39,7 @@ from nvpool.testing.sim.faults import (
 )
 from nvpool.testing.sim.pool import SimPool
 from nvpool.testing.sim.virtual_time_loop import VirtualLoop
+from nvpool.testing.sim.workloads.closed_files import ClosedFiles
 from nvpool.testing.sim.workloads.drains import Drains
 from nvpool.testing.sim.workloads.file_data import (
     AppendWorkload,
@@ -75,6 +76,7 @@ COUNTED = (
     "sizes",
     "appends",
     "locks",
+    "closed",
     "unknown",
     "deaths",
     "stops",
@@ -170,6 +172,7 @@ class Scenario:
             Sizes(*shared),
             AppendWorkload(*shared),
             LockWorkload(*shared),
+            ClosedFiles(*shared),
         ]
         apart = random.Random(f"{seed} volumes")
         if apart.random() < VOLUMES_SHARE if volumes is None else volumes:
